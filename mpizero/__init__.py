@@ -1,0 +1,56 @@
+"""mpizero: ZeRO-sharded PyTorch training under plain mpirun, on collectives of its own over MPI.
+
+Importing this module starts no MPI and loads neither torch nor cupy; names are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "mpizero.collectives": ("all_gather", "all_reduce", "barrier", "broadcast", "reduce", "reduce_scatter"),
+    "mpizero.comm": ("Communicator", "world"),
+    "mpizero.errors": (
+        "ArgumentError",
+        "ArgumentTypeError",
+        "CollectiveError",
+        "CollectiveTimeoutError",
+        "LaunchError",
+        "MpiNotFoundError",
+        "MpiZeroError",
+        "ShardError",
+    ),
+    "mpizero.optim": ("clip_grad_norm_",),
+    "mpizero.shard": (
+        "MemoryReport",
+        "Precision",
+        "elementwise",
+        "full_parameters",
+        "memory_report",
+        "no_sync",
+        "shard",
+        "stats",
+        "unsharded",
+    ),
+}
+_HOME = {name: module for module, names in _WHERE.items() for name in names}
+
+__all__ = ["__version__", *_HOME]  # noqa: PLE0604  (strings all of them)
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'mpizero' has no attribute {name!r}")
+    home = import_module(_HOME[name])
+    value = home if name == "shard" else getattr(home, name)  # a package that is its own verb
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return sorted(__all__)

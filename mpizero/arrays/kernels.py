@@ -1,0 +1,119 @@
+"""Local arithmetic on views: combine two into a third, copy with a cast. Exactly one rounding per result.
+
+[Note: accumulation] 16-bit floats are widened to fp32 before they are combined, partial results stay fp32, and the
+final result is rounded once (round to nearest, ties to even). A mean divides in the accumulation type before that
+rounding, so that a mean of large fp16 values does not overflow on the way.
+
+Large views are worked on in blocks that stay in a core's cache, since each of the few passes over a block (widen,
+combine, divide, narrow) would otherwise go to memory.
+
+numpy's floating-point warnings are off here: infinity minus infinity is the caller's data, and a warning that the
+caller turned into an exception would stop one rank of a collective while the others wait.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mpizero.arrays.view import View
+
+__all__ = ["combine", "copy"]
+
+Array = np.ndarray[Any, Any]
+
+BLOCK = 32768
+"""Elements per block: 128 KiB of fp32, half of a small L2 cache with its operands."""
+
+_UFUNCS: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "mean": np.add,
+    "prod": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+}
+_EXACT = {np.maximum, np.minimum}
+"""These return one of their operands, so that 16-bit floats need no wider type."""
+
+
+def combine(op: str, dst: View, left: View, right: View, divisor: int = 1) -> None:
+    """Store `(left op right) / divisor` in `dst`, element by element.
+
+    Args:
+        op: sum, mean (adds; the division comes with `divisor`), prod, max or min; max and min propagate NaN.
+        dst: the result; may be exactly `left` or `right`.
+        left: the operand of the lower rank.
+        right: the operand of the higher rank.
+        divisor: 1 for a partial result, the number of ranks for the final result of a mean.
+    """
+    with np.errstate(all="ignore"):
+        _combine(_UFUNCS[op], dst, left, right, divisor)
+
+
+def copy(dst: View, src: View, divisor: int = 1) -> None:
+    """Store `src / divisor` in `dst`, with a cast where the types differ."""
+    if dst.dtype == src.dtype and divisor == 1:
+        np.copyto(dst.data, src.data)
+        return
+    with np.errstate(all="ignore"):
+        for start in range(0, dst.count, BLOCK):
+            part = slice(start, min(start + BLOCK, dst.count))
+            _store(dst, part, _wide(src, part), divisor)
+
+
+def _combine(ufunc: np.ufunc, dst: View, left: View, right: View, divisor: int) -> None:
+    plain = dst.dtype == left.dtype == right.dtype and (not dst.dtype.is_half or ufunc in _EXACT)
+    if plain and divisor == 1 and dst.dtype.name != "bfloat16":
+        ufunc(left.data, right.data, out=dst.data)
+        return
+    for start in range(0, dst.count, BLOCK):
+        part = slice(start, min(start + BLOCK, dst.count))
+        operands = _wide(left, part), _wide(right, part)
+        if divisor == 1 and not dst.dtype.is_half:
+            ufunc(*operands, out=dst.data[part])
+        else:
+            _store(dst, part, ufunc(*operands), divisor)
+
+
+def _wide(view: View, part: slice) -> Array:
+    """Return a part of a view in the type in which it is combined."""
+    data = view.data[part]
+    if not view.dtype.is_half:
+        return data
+    torch = sys.modules.get("torch")
+    if torch is not None and data.flags.writeable:  # torch warns of memory that it must not write
+        return _as_torch(torch, data, view.dtype.name).float().numpy()  # type: ignore[no-any-return]
+    if view.dtype.name == "float16":
+        return data.astype(np.float32)
+    return (data.astype(np.uint32) << 16).view(np.float32)
+
+
+def _store(dst: View, part: slice, value: Array, divisor: int) -> None:
+    """Divide, round once, and store a block."""
+    if divisor != 1:
+        # By parts: numpy divides complex numbers by (d + 0j), which rounds twice and makes NaN of infinity.
+        reals = value.view(value.real.dtype)
+        value = (reals / reals.dtype.type(divisor)).view(value.dtype)
+    if dst.dtype.name != "bfloat16":
+        dst.data[part] = value
+        return
+    torch = sys.modules.get("torch")
+    if torch is None or np.isnan(value.min()):  # torch's bits for a NaN differ by processor
+        dst.data[part] = _round_to_bfloat16(value)
+    else:
+        _as_torch(torch, dst.data[part], "bfloat16").copy_(torch.from_numpy(value))
+
+
+def _round_to_bfloat16(value: Array) -> Array:
+    """Return the upper halves of fp32 values, rounded to nearest with ties to even; every NaN becomes 0x7fc0."""
+    bits = value.view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(value), np.uint16(0x7FC0), rounded)
+
+
+def _as_torch(torch: Any, data: Array, name: str) -> Any:
+    """Return numpy-held 16-bit floats as the torch tensor of the same memory."""
+    return torch.from_numpy(data.view(np.int16)).view(getattr(torch, name))

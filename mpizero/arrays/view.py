@@ -1,0 +1,220 @@
+"""Arrays of any library as flat runs of elements that messages and kernels can use, without a copy where possible."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpizero.arrays.dtypes import DType, dtype_named
+from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
+
+__all__ = ["Borrowed", "View", "borrow", "check_no_partial_overlap", "kind_of", "new_like", "scratch_view"]
+
+OVERLAP_WORK = 100_000
+"""Steps that numpy may take to find out whether two strided arrays share an element; beyond, bounds decide."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Name a contiguous, one-dimensional run of elements in host memory."""
+
+    data: np.ndarray[Any, Any]
+    """The elements as numpy sees them (bfloat16 as uint16)."""
+    dtype: DType
+
+    @property
+    def count(self) -> int:
+        """Return the number of elements."""
+        return len(self.data)
+
+    def part(self, start: int, stop: int) -> View:
+        """Return the elements [start, stop) of this view, sharing memory."""
+        return View(self.data[start:stop], self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """Hold an array that was given to a collective, and the view on which the collective works.
+
+    Where the array is not contiguous in C order, the view is a packed copy in index order (so that a Fortran-ordered
+    array on one rank and a C-ordered one on another meet element by element) and `give_back` writes it back.
+    """
+
+    array: Any
+    view: View
+    packed: bool
+
+    def give_back(self) -> None:
+        """Write a packed copy back into the array that it came from."""
+        if not self.packed:
+            return
+        data = self.view.data.reshape(tuple(self.array.shape))
+        if not _is_torch(self.array):
+            np.copyto(self.array, data)
+            return
+        torch = sys.modules["torch"]
+        is_bfloat16 = self.view.dtype.name == "bfloat16"
+        source = torch.from_numpy(data.view(np.int16)).view(torch.bfloat16) if is_bfloat16 else torch.from_numpy(data)
+        self.array.detach().copy_(source)
+
+
+def kind_of(x: Any, what: str = "x") -> str:
+    """Return `numpy` or `torch`, the library that `x` belongs to.
+
+    Raises:
+        ArgumentTypeError: if `x` is neither, lives on a device, or is a torch tensor with no dense storage.
+    """
+    if isinstance(x, np.ndarray):
+        return "numpy"
+    if not _is_torch(x):
+        rule = "a numpy array or a torch CPU tensor"
+        raise ArgumentTypeError(must_be(what, rule, type(x).__name__, "wrap scalars with numpy.array"))
+    if x.device.type != "cpu" or x.layout is not sys.modules["torch"].strided:
+        raise ArgumentTypeError(must_be(what, "a dense tensor in host memory", f"{x.device}, {x.layout}"))
+    return "torch"
+
+
+def borrow(x: Any, what: str = "x", *, writable: bool) -> Borrowed:
+    """Return `x` with a flat view of its elements in index order.
+
+    Args:
+        x: a numpy array or a torch CPU tensor of any shape and strides.
+        what: the argument's name, for errors.
+        writable: whether the collective will write into it.
+
+    Raises:
+        ArgumentTypeError: for a dtype or byte order that no MPI here can carry.
+        ArgumentError: for a read-only array that would be written, or one whose elements overlap each other.
+    """
+    kind = kind_of(x, what)
+    if kind == "torch":
+        return _borrow_torch(x, what, writable=writable)
+    if not x.dtype.isnative:
+        remedy = "use x.astype(x.dtype.newbyteorder('='))"
+        raise ArgumentTypeError(must_be(what, "in native byte order", str(x.dtype), remedy))
+    dtype = dtype_named(x.dtype.name, what)
+    if writable and not x.flags.writeable:
+        raise ArgumentError(must_be(what, "writable", "a read-only array", "pass a copy, or `out=`"))
+    if writable and _overlaps_itself(x.shape, x.strides, x.itemsize):
+        raise ArgumentError(must_be(what, "free of elements that share memory", f"strides {x.strides}", "pass a copy"))
+    plain = np.asarray(x)  # a subclass, as numpy.matrix, may refuse to become one-dimensional
+    contiguous = plain.flags.c_contiguous
+    flat = np.ascontiguousarray(plain).reshape(-1)
+    return Borrowed(x, View(flat, dtype), packed=not contiguous and writable)
+
+
+def new_like(x: Any, shape: tuple[int, ...]) -> Any:
+    """Return an uninitialised C-ordered array of `x`'s library and dtype with the given shape."""
+    if _is_torch(x):
+        return x.detach().new_empty(shape)
+    return np.empty(shape, x.dtype)
+
+
+def scratch_view(memory: np.ndarray[Any, Any], dtype: DType) -> View:
+    """Return the bytes of `memory` (uint8, 1-D, aligned) as elements of `dtype`."""
+    return View(memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype.storage), dtype)
+
+
+def check_no_partial_overlap(x: Any, out: Any) -> bool:
+    """Return whether `x` and `out` are the same elements in the same order (in place); refuse any other overlap.
+
+    Raises:
+        ArgumentError: if the two share memory without being the same: a part, another order (a transpose, a reversal),
+            or another reading of it (a dtype, a torch conjugate).
+    """
+    first, second = _memory(x), _memory(out)
+    if _layout(x, first) == _layout(out, second):
+        return True
+    try:
+        shared = np.shares_memory(first, second, max_work=OVERLAP_WORK)  # type: ignore[arg-type]  # any number will do
+    except np.exceptions.TooHardError:
+        shared = np.may_share_memory(first, second)
+    if shared:
+        got = "an array that shares memory with x"
+        raise ArgumentError(must_be("out", "x itself or memory apart from x", got, "pass a separate array as `out`"))
+    return False
+
+
+def _is_torch(x: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def _borrow_torch(x: Any, what: str, *, writable: bool) -> Borrowed:
+    dtype = dtype_named(str(x.dtype).removeprefix("torch."), what)
+    strides = tuple(stride * x.element_size() for stride in x.stride())
+    if writable and _overlaps_itself(tuple(x.shape), strides, x.element_size()):
+        raise ArgumentError(must_be(what, "free of elements that share memory", f"strides {x.stride()}", "pass a copy"))
+    plain = x.detach()
+    contiguous = plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
+    dense = plain if contiguous else plain.resolve_conj().resolve_neg().contiguous()
+    return Borrowed(x, View(_memory_of(dense, dtype), dtype), packed=not contiguous and writable)
+
+
+class _Memory:
+    """Offer a torch tensor's memory by numpy's array interface, and keep the tensor alive.
+
+    `Tensor.numpy()` would do, but marks the storage as one that can never be resized again, and units of `shard` live by
+    emptying and refilling theirs.
+    """
+
+    def __init__(self, tensor: Any, dtype: DType) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "typestr": np.dtype(dtype.storage).str,
+            "shape": (tensor.numel(),),
+            "version": 3,
+        }
+
+
+def _memory_of(tensor: Any, dtype: DType) -> np.ndarray[Any, Any]:
+    """Return a contiguous tensor's elements as a one-dimensional numpy array that shares its memory."""
+    return np.asarray(_Memory(tensor, dtype)) if tensor.numel() else np.empty(0, dtype.storage)
+
+
+def _overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Return whether two indices may name the same bytes, as in a broadcast array or in sliding windows.
+
+    Takes the axes from the smallest stride up: each must step over all that the smaller ones reach. Slices and
+    permutations of an array do; a few exotic layouts that do not are refused though no two of their elements meet.
+    """
+    if math.prod(shape) == 0:
+        return False
+    reach = itemsize
+    for stride, extent in sorted((abs(stride), extent) for extent, stride in zip(shape, strides, strict=True)):
+        if extent > 1:
+            if stride < reach:
+                return True
+            reach += (extent - 1) * stride
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """Show numpy the memory of a torch tensor, whatever its dtype."""
+
+    __array_interface__: dict[str, Any]
+
+
+def _memory(x: Any) -> np.ndarray[Any, Any]:
+    """Return an array of the same elements, of opaque bytes."""
+    if not _is_torch(x):
+        return np.asarray(x)
+    width = x.element_size()
+    strides = tuple(stride * width for stride in x.stride())
+    interface = {"data": (x.data_ptr(), False), "shape": tuple(x.shape), "strides": strides, "version": 3}
+    return np.asarray(_Holder({**interface, "typestr": f"|V{width}"}))
+
+
+def _layout(x: Any, memory: np.ndarray[Any, Any]) -> tuple[object, ...]:
+    """Return what two arrays must have in common to be the same elements in the same order."""
+    flips = (x.is_conj(), x.is_neg()) if _is_torch(x) else (False, False)
+    # The stride of an axis of one element means nothing, and libraries fill it in differently.
+    strides = tuple(stride for extent, stride in zip(memory.shape, memory.strides, strict=True) if extent > 1)
+    order = None if memory.flags.c_contiguous else (memory.shape, strides)
+    return (memory.__array_interface__["data"][0], memory.size, x.dtype, order, *flips)

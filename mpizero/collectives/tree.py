@@ -1,0 +1,83 @@
+"""Binomial trees: log2(p) rounds of the whole buffer, for short messages and for rooted operations.
+
+Reduce merges neighbouring groups of ranks, the lower group on the left, and keeps each partial result on the root while
+the root's group is concerned, else on the group's lowest rank: canonical order for every size and every root.
+Source: Thakur, Rabenseifner, Gropp 2005, sections 3 and 4.4 (binomial trees); the placement of partial results is ours.
+"""
+
+from __future__ import annotations
+
+from mpizero.collectives.order import canonical
+from mpizero.collectives.registry import register
+from mpizero.collectives.schedule import Copy, Recv, Reduce, Ref, Round, Schedule, Send, Space
+
+__all__: list[str] = []
+
+WHOLE = 0
+"""The one chunk of these schedules."""
+
+
+@register("broadcast", "tree")
+def broadcast(size: int, rank: int, root: int = 0) -> Schedule:
+    """Build broadcast: ceil(log2 p) rounds, S bytes each."""
+    return Schedule(chunks=1, rounds=_broadcast_rounds(size, rank, root))
+
+
+@register("reduce", "tree", canonical)
+def reduce(size: int, rank: int, root: int = 0) -> Schedule:
+    """Build reduce: ceil(log2 p) rounds, every rank but the root sends S elements once."""
+    return Schedule(chunks=1, rounds=_reduce_rounds(size, rank, root), raw_slots=1, acc_slots=2)
+
+
+@register("all_reduce", "tree", canonical)
+def all_reduce(size: int, rank: int, root: int = 0) -> Schedule:  # noqa: ARG001
+    """Build all-reduce as reduce to rank 0 and broadcast: 2 ceil(log2 p) rounds, at most S elements per message."""
+    rounds = _reduce_rounds(size, rank, 0) + _broadcast_rounds(size, rank, 0)
+    return Schedule(chunks=1, rounds=rounds, raw_slots=1, acc_slots=2)
+
+
+def _reduce_rounds(size: int, rank: int, root: int) -> tuple[Round, ...]:
+    """Return this rank's rounds: it merges groups that it hosts, until it sends its partial result away."""
+    if size == 1:
+        return (Round((), (Copy(Ref(Space.OUT, WHOLE), Ref(Space.IN, WHOLE)),)),)
+    rounds = []
+    held = Ref(Space.IN, WHOLE)
+    width = 1
+    while width < size:
+        start = rank // (2 * width) * (2 * width)
+        middle = start + width
+        if middle < size:
+            left, right = _host(start, middle, root), _host(middle, min(start + 2 * width, size), root)
+            winner, loser = (right, left) if root == right else (left, right)
+            if rank == loser:
+                rounds.append(Round((Send(winner, (held,)),)))
+                break
+            losers = width if loser == left else min(start + 2 * width, size) - middle
+            arriving = Ref(Space.RAW, WHOLE) if losers == 1 else Ref(Space.ACC, WHOLE, 1)
+            last = 2 * width >= size
+            target = Ref(Space.OUT, WHOLE) if last else Ref(Space.ACC, WHOLE, 0)
+            operands = (held, arriving) if rank == left else (arriving, held)
+            rounds.append(Round((Recv(loser, (arriving,)),), (Reduce(target, *operands),)))
+            held = Ref(Space.ACC, WHOLE, 0)
+        width *= 2
+    return tuple(rounds)
+
+
+def _host(start: int, stop: int, root: int) -> int:
+    """Return the rank that holds the partial result of the ranks [start, stop)."""
+    return root if start <= root < stop else start
+
+
+def _broadcast_rounds(size: int, rank: int, root: int) -> tuple[Round, ...]:
+    """Return this rank's rounds: it receives once, from the rank without its highest bit, then feeds farther ones."""
+    buffer = (Ref(Space.OUT, WHOLE),)
+    virtual = (rank - root) % size
+    rounds = []
+    reach = 1 << virtual.bit_length()
+    if virtual:
+        parent = virtual - (reach >> 1)
+        rounds.append(Round((Recv((parent + root) % size, buffer),)))
+    while virtual + reach < size:
+        rounds.append(Round((Send((virtual + reach + root) % size, buffer),)))
+        reach <<= 1
+    return tuple(rounds)

@@ -1,0 +1,67 @@
+"""One rank's uncaught exception ends the whole job.
+
+Without this the other ranks of a plain `mpirun python script.py` wait for ever for a rank that has already died: MPI
+only ends a job when a process exits without having called MPI_Finalize, and mpi4py calls it at exit.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import traceback
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from mpizero.comm.communicator import Communicator
+
+__all__ = ["install_abort_hooks"]
+
+_MARK = "_mpizero_abort_hook"
+
+
+def install_abort_hooks(world: Communicator) -> None:
+    """Make an uncaught exception, in any thread, print its traceback with rank and host and abort the job.
+
+    Called with the first communicator of more than one rank, not at import. `MPIZERO_ABORT=0` leaves Python's hooks as
+    they are. A hook of the user's that was installed before still runs, ahead of the abort.
+    """
+    if getattr(sys.excepthook, _MARK, False):
+        return
+    previous, previous_in_thread = sys.excepthook, threading.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            if previous is not sys.__excepthook__:
+                previous(kind, error, trace)
+        finally:
+            _end(world, kind, error, trace)
+
+    def hook_in_thread(args: threading.ExceptHookArgs) -> None:
+        if args.exc_type is SystemExit:  # ends a thread without a word, as Python does
+            return
+        try:
+            if previous_in_thread is not threading.__excepthook__:
+                previous_in_thread(args)
+        finally:
+            _end(world, args.exc_type, args.exc_value, args.exc_traceback)
+
+    setattr(hook, _MARK, True)
+    sys.excepthook = hook
+    threading.excepthook = hook_in_thread
+
+
+def _end(
+    world: Communicator, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
+) -> None:
+    """Print the traceback in one write, so that the ranks' texts do not mix, and abort, whatever fails on the way."""
+    try:
+        text = "".join(traceback.format_exception(kind, error, trace))
+        head = f"mpizero: rank {world.rank} of {world.size} on {socket.gethostname()} raised; ending the job\n"
+        os.write(2, (head + text).encode(errors="replace"))
+        sys.stdout.flush()
+    finally:
+        world.abort(1)

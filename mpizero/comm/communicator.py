@@ -1,0 +1,164 @@
+"""Communicators: who the ranks are, where they run, and the wires between them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpizero.comm.abort import install_abort_hooks
+from mpizero.comm.launch import mixed_launch_message, under_launcher
+from mpizero.comm.messages import MessageTransport
+from mpizero.comm.native import NativeCollectives
+from mpizero.comm.raw import mpi
+from mpizero.errors import ArgumentTypeError, CollectiveError, LaunchError, must_be
+from mpizero.settings import settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mpizero.comm.stats import Stats
+    from mpizero.typing import Bytes
+
+__all__ = ["Communicator", "world"]
+
+
+class Communicator:
+    """Be a group of ranks with a wire of its own.
+
+    Its traffic cannot meet the caller's: the constructor duplicates the given communicator, and is therefore collective
+    over it. Making one costs an `MPI_Comm_dup`, an `MPI_Comm_split_type` and a gather of host names.
+    """
+
+    def __init__(self, mpi_comm: Any = None, *, timeout: float | None = None) -> None:
+        """Duplicate `mpi_comm`.
+
+        Args:
+            mpi_comm: an mpi4py intracommunicator; None means `MPI.COMM_WORLD`.
+            timeout: seconds after which a wait raises `CollectiveTimeoutError`; None takes `MPIZERO_TIMEOUT`, or 600.
+
+        Raises:
+            MpiNotFoundError: where no MPI library can be loaded; the text says how to get one.
+            LaunchError: where the launcher of one MPI started processes that load another, each alone in its world.
+            ArgumentTypeError: where `mpi_comm` is not an mpi4py intracommunicator.
+        """
+        module = mpi()
+        mpi_comm = module.COMM_WORLD if mpi_comm is None else mpi_comm
+        if not isinstance(mpi_comm, module.Comm) or mpi_comm == module.COMM_NULL or mpi_comm.Is_inter():
+            got = type(mpi_comm).__name__
+            raise ArgumentTypeError(must_be("mpi_comm", "an mpi4py intracommunicator", got, "pass MPI.COMM_WORLD"))
+        _check_launch(module)
+        self._comm = mpi_comm.Dup()
+        self._node_comm = self._comm.Split_type(module.COMM_TYPE_SHARED)
+        self._start(settings().timeout if timeout is None else timeout)
+        self.hosts: tuple[str, ...] = tuple(self._comm.allgather(socket.gethostname()))
+        self._node: Communicator | None = None
+        if self.size > 1 and settings().abort:
+            install_abort_hooks(self)
+
+    def _start(self, timeout: float) -> None:
+        self.transport = MessageTransport(self._comm, timeout)
+        self.rank: int = self.transport.rank
+        self.size: int = self.transport.size
+        self.stats: Stats = self.transport.stats
+        self.native = NativeCollectives(self._comm, timeout)
+        self.closed = False
+        self._scratch = np.empty(0, np.uint8)
+        self._busy = threading.Lock()
+
+    @property
+    def node(self) -> Communicator:
+        """Return the communicator of the ranks that share this rank's memory; its own node is itself."""
+        if self._node is None:
+            node = Communicator.__new__(Communicator)
+            node._comm = node._node_comm = self._node_comm  # noqa: SLF001
+            node._start(self.transport.timeout)  # noqa: SLF001
+            node.hosts, node._node = (self.hosts[self.rank],) * node.size, node  # noqa: SLF001
+            self._node = node
+        return self._node
+
+    def duplicate(self) -> Communicator:
+        """Return a communicator over the same ranks whose traffic cannot meet this one's. Collective."""
+        return Communicator(self._comm, timeout=self.transport.timeout)
+
+    @property
+    def mpi(self) -> Any:
+        """Return the mpi4py communicator underneath, for a program's own small messages."""
+        return self._comm
+
+    def scratch(self, nbytes: int) -> Bytes:
+        """Return at least `nbytes` bytes that are kept from call to call; the next call may hand out the same ones."""
+        if self._scratch.nbytes < nbytes:
+            self._scratch = np.empty(0, np.uint8)  # let the old block go before the new one comes
+            self._scratch = np.empty(nbytes, np.uint8)
+        return self._scratch
+
+    @contextmanager
+    def exclusive(self, what: str) -> Iterator[None]:
+        """Hold the communicator for one collective.
+
+        Raises:
+            CollectiveError: if another thread is in a collective on it (two threads on one communicator could pair
+                their messages differently on different ranks, so this is never queued), if it was closed, or if an
+                earlier collective on it was given up half-way.
+        """
+        if self.closed:
+            raise CollectiveError(f"{what}: the communicator must be open (got a closed one): make a new one")
+        if not self._busy.acquire(blocking=False):
+            raise CollectiveError(
+                f"{what}: a communicator must be used by one thread at a time (got a second one, "
+                f"{threading.current_thread().name!r}): give each thread its own mpizero.Communicator(...)"
+            )
+        try:
+            if self.transport.broken or self.native.broken:
+                raise CollectiveError(
+                    f"{what}: the communicator must have finished its earlier collectives (got one that was given up "
+                    "by a time-out or a signal): its messages no longer match those of the other ranks, end the job"
+                )
+            yield
+        finally:
+            self._busy.release()
+
+    def abort(self, code: int = 1) -> None:
+        """End every rank of the job at once with the exit code `code`."""
+        mpi().COMM_WORLD.Abort(code)
+        os._exit(code)  # an MPI whose Abort returns must not let this rank go on
+
+    def close(self) -> None:
+        """Free the MPI communicators; collective over the ranks.
+
+        Closing twice does nothing, nor does closing a `node`, which ends with the communicator that it came from.
+        """
+        if self.closed or self._node is self:
+            return
+        self.closed = True
+        if self._node is not None:
+            self._node.closed = True
+        self._node_comm.Free()
+        self._comm.Free()
+
+    def __repr__(self) -> str:
+        """Return rank, size and the number of hosts."""
+        return f"Communicator(rank={self.rank}, size={self.size}, hosts={len(set(self.hosts))})"
+
+
+@cache
+def world() -> Communicator:
+    """Return the communicator over all ranks of the job; the first call starts MPI and is collective.
+
+    Raises:
+        MpiNotFoundError, LaunchError: see `Communicator`.
+    """
+    return Communicator()
+
+
+def _check_launch(module: Any) -> None:
+    """Refuse a job whose launcher says n ranks while MPI says 1 (case K18): each would train alone."""
+    claimed = under_launcher()
+    if module.COMM_WORLD.size == 1 and claimed is not None and claimed > 1:
+        raise LaunchError(mixed_launch_message(claimed, module.Get_library_version()))

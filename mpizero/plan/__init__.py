@@ -1,0 +1,17 @@
+"""The arithmetic of sharding: layouts and estimates. Knows no torch, no processes and no files."""
+
+from mpizero.plan.layout import ALIGNMENT, Layout, Piece, Slot, layout_of
+from mpizero.plan.memory import STAGES, StateBytes, check_stage, model_state_bytes, sent_per_step
+
+__all__ = [
+    "ALIGNMENT",
+    "STAGES",
+    "Layout",
+    "Piece",
+    "Slot",
+    "StateBytes",
+    "check_stage",
+    "layout_of",
+    "model_state_bytes",
+    "sent_per_step",
+]

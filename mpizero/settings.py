@@ -1,0 +1,50 @@
+"""The one place where mpizero reads the environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from mpizero.errors import ArgumentError, must_be
+
+__all__ = ["Settings", "settings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Hold what the environment says."""
+
+    timeout: float = 600.0
+    """`MPIZERO_TIMEOUT`: seconds that a collective waits for its peers before it raises."""
+    abort: bool = True
+    """`MPIZERO_ABORT`: whether an uncaught exception on one rank ends the whole job."""
+    threads: int | None = None
+    """`OMP_NUM_THREADS`: the user's own choice of threads per rank; None leaves it to mpizero."""
+    terminal: bool = False
+    """`MPIZERO_TTY`: set by `bin/mzrun` when the job's output is shown on a terminal."""
+
+
+def settings() -> Settings:
+    """Read the environment.
+
+    Raises:
+        ArgumentError: for a value that is not a number where one is needed.
+    """
+    env = os.environ
+    threads = env.get("OMP_NUM_THREADS", env.get("MKL_NUM_THREADS"))
+    return Settings(
+        timeout=_positive("MPIZERO_TIMEOUT", env.get("MPIZERO_TIMEOUT", "600")),
+        abort=env.get("MPIZERO_ABORT", "1") != "0",
+        threads=int(threads) if threads is not None and threads.isdecimal() else None,
+        terminal=env.get("MPIZERO_TTY", "0") == "1",
+    )
+
+
+def _positive(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if value <= 0:
+        raise ArgumentError(must_be(name, "a positive number of seconds", text))
+    return value

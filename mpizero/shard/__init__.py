@@ -1,0 +1,41 @@
+"""The torch runtime: units, their lifetimes by stage, and the verb `shard`.
+
+The floor and its verb share a name: `mpizero.shard` is this package, and calling it calls the verb.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from mpizero.shard.optimizers import elementwise
+from mpizero.shard.policy import Precision
+from mpizero.shard.report import MemoryReport, memory_report
+from mpizero.shard.runtime import runtime_of
+from mpizero.shard.verb import full_parameters, no_sync, stats, unsharded
+from mpizero.shard.verb import shard as _shard
+
+__all__ = [
+    "MemoryReport",
+    "Precision",
+    "elementwise",
+    "full_parameters",
+    "memory_report",
+    "no_sync",
+    "runtime_of",
+    "stats",
+    "unsharded",
+]
+
+
+class _Verb(ModuleType):
+    """Make the package callable."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `mpizero.shard.verb.shard`."""
+        return _shard(*args, **kwargs)
+
+
+_Verb.__call__.__doc__ = _shard.__doc__
+sys.modules[__name__].__class__ = _Verb

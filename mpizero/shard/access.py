@@ -1,0 +1,73 @@
+"""What a sharded parameter is while its unit is not gathered, for code that reaches it as an attribute.
+
+[Note: sharded access] Outside a unit's forward the module's parameters are shards of another shape. Code that computes
+with them (a method other than forward, a forgotten `unsharded`) would fail with a message about shapes, or, where
+broadcasting happens to fit, go on with wrong numbers. So `module.weight` gives a `ShardHandle`, which can be looked at
+but not computed with, while iteration (`parameters()`, `named_parameters()`) gives the shards themselves, which are what
+an optimizer needs. During forward and backward the attribute is the full parameter and costs nothing extra.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpizero.errors import ShardError
+
+__all__ = ["ShardHandle", "ShardedParameters", "handle_of"]
+
+_LOOKS = {"__repr__", "__str__", "__format__", "__len__", "__hash__", "size", "dim", "numel", "stride", "is_contiguous",
+          "is_floating_point", "is_complex", "element_size", "data_ptr", "type", "requires_grad_", "untyped_storage"}  # fmt: skip
+
+
+class ShardHandle(torch.nn.Parameter):
+    """Show a shard's shape, dtype and gradient; refuse to compute. See [Note: sharded access]."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let a look pass, refuse everything else."""
+        name = getattr(func, "__name__", "")
+        if name in {"__get__", "__set__"} or name in _LOOKS:
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  (torch documents no public name for it)
+                return func(*args, **(kwargs or {}))
+        found = [a for a in _flat((*args, *(kwargs or {}).values())) if isinstance(a, ShardHandle)]
+        known_as = getattr(found[0], "_mpizero_name", "?") if found else "?"
+        raise ShardError(
+            f"parameter {known_as!r} must be gathered before {name or func} can use it (got this rank's shard): it is "
+            "full only inside the forward of its unit; call the module itself, or wrap the code in "
+            "`with mpizero.unsharded(model):` on all ranks"
+        )
+
+
+class ShardedParameters(dict[str, Any]):
+    """Be a module's `_parameters`: iteration gives what is stored, a look-up hides shards behind handles."""
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the full parameter while the unit is gathered, else the shard's handle."""
+        value = super().__getitem__(name)
+        return value if value is None else getattr(value, "_mpizero_handle", value)
+
+    def __reduce__(self) -> Any:
+        """Refuse to be copied or pickled with the module: the runtime behind it cannot be."""
+        raise ShardError("a sharded module cannot be copied or pickled: copy it before mpizero.shard(...)")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refuse as `__reduce__` does."""
+        return self.__reduce__()
+
+
+def handle_of(shard: torch.nn.Parameter, name: str) -> ShardHandle:
+    """Return the handle that attribute access gives for `shard`, one and the same each time."""
+    handle = ShardHandle(shard.detach(), requires_grad=shard.requires_grad)
+    handle._mpizero_name = name  # type: ignore[attr-defined]  # noqa: SLF001
+    shard._mpizero_handle = handle  # type: ignore[attr-defined]  # noqa: SLF001
+    return handle
+
+
+def _flat(values: Any) -> Any:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flat(value)
+        else:
+            yield value

@@ -1,0 +1,72 @@
+"""Ranks tell each other what they are about to do, before they do it together.
+
+A forward that only rank 0 runs, or a backward that one rank leaves out, would otherwise pair its gathers with other
+ranks' gathers of other things: wrong numbers or a hang, in silence. One record per rank and root-level event (a few
+dozen bytes) makes it an error on every rank that names what each one called (cases S9, S23). A rank that makes no call at
+all is named by the transport's time-out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpizero.collectives import all_gather
+from mpizero.errors import ShardError
+
+__all__ = ["EVENTS", "Event", "agree"]
+
+EVENTS = ("forward", "backward", "end of backward", "unsharded", "full_parameters", "clip_grad_norm_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Say what a rank is about to do with a sharded model."""
+
+    kind: str
+    unit: int = 0
+    """The number of the outermost unit concerned."""
+    training: bool = True
+    grad: bool = True
+    stale: int = 0
+    """Which full parameters are older than this rank's shards, as bits; the one field in which ranks may differ."""
+
+    def code(self) -> list[int]:
+        """Return the event as small numbers."""
+        return [EVENTS.index(self.kind), self.unit, int(self.training), int(self.grad)]
+
+
+def agree(comm: Any, event: Event, names: list[str], extra: np.ndarray[Any, Any] | None = None) -> np.ndarray[Any, Any]:
+    """Exchange events; return every rank's `extra` bytes, its `stale` first, as an array of shape (ranks, 1 + n).
+
+    Args:
+        comm: the model's communicator.
+        event: what this rank is about to do.
+        names: the units' names, for the error.
+        extra: n bytes (uint8) to send along, equally many on all ranks.
+
+    Raises:
+        ShardError: on every rank, if the ranks are not about to do the same.
+    """
+    tail = np.zeros(0, np.uint8) if extra is None else extra
+    head = np.array([*event.code(), event.stale], np.int32).view(np.uint8)
+    table = all_gather(np.concatenate([head, tail]), comm, algorithm="direct").reshape(comm.size, -1)
+    heads = np.ascontiguousarray(table[:, : len(head)]).view(np.int32)
+    if (heads[:, :-1] != heads[0, :-1]).any():
+        calls = "; ".join(f"rank {rank}: {_describe(row, names)}" for rank, row in enumerate(heads.tolist()))
+        raise ShardError(
+            f"all ranks must make the same call on a sharded model (got {calls}): to run the model on some ranks only, "
+            "do it inside `with mpizero.unsharded(model):`, entered by all ranks"
+        )
+    return np.concatenate([heads[:, -1:].astype(np.uint8), table[:, len(head) :]], axis=1)
+
+
+def _describe(row: list[int], names: list[str]) -> str:
+    kind, unit, training, grad, _ = row
+    if not (0 <= kind < len(EVENTS) and 0 <= unit < len(names)):
+        return "another collective"
+    if EVENTS[kind] != "forward":
+        return EVENTS[kind]
+    return f"forward of {names[unit]!r} in {'train' if training else 'eval'} mode, {'with' if grad else 'no'} grad"

@@ -1,0 +1,239 @@
+"""The memory of parameters that are gathered and reduced together: one flat buffer, its shards, their gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpizero.collectives import all_gather, all_reduce, broadcast, reduce_scatter
+from mpizero.plan import Layout, layout_of
+from mpizero.shard.access import ShardedParameters, handle_of
+from mpizero.shard.clipping import MARK
+from mpizero.shard.policy import Lifetime, Precision
+
+__all__ = ["FlatParams", "Member"]
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(kw_only=True)
+class Member:
+    """Hold one parameter of a unit, by all the names that it has."""
+
+    names: list[str]
+    """Fully qualified; more than one where modules share the parameter."""
+    places: list[tuple[nn.Module, str]] = field(repr=False)
+    """The modules, and the attribute of each, that hold it."""
+    original: nn.Parameter = field(repr=False)
+
+
+class FlatParams:
+    """Own the buffers of parameters of one dtype that are all trainable or all frozen.
+
+    [Note: four buffers] All are one-dimensional in the layout's order; n is its length, k a shard's.
+
+    - `full`, n elements in compute precision: what forward and backward see. Its storage keeps one tensor object and is
+      emptied on release, so that tensors which autograd saved find the values again once it is filled.
+    - `master`, k fp32 elements (n where nothing is cut): what the optimizer updates, through `shards`. Where compute
+      precision is the master's and `full` always lives, it is a slice of `full` and takes no memory of its own.
+    - `accumulator`, k fp32 elements: the reduced gradients, which `shards[i].grad` are views of.
+    - `incoming`, n elements: this backward's gradients, from the first that arrives to the reduction; `unsynced`, the
+      same in fp32, what `no_sync` has kept back.
+    """
+
+    def __init__(self, members: list[Member], comm: Any, lifetime: Lifetime, precision: Precision) -> None:
+        """Take over the members' values (rank 0's) and put shards in their place."""
+        self.members, self.comm, self.lifetime = members, comm, lifetime
+        first = members[0].original
+        self.trainable = first.requires_grad
+        self.dtype = precision.param if precision.param is not None and first.is_floating_point() else first.dtype
+        self.master_dtype = torch.float32 if first.dtype in _HALF else first.dtype
+        self.reduce_dtype = precision.reduce or self.dtype
+        self.layout: Layout = layout_of([(m.names[0], tuple(m.original.shape)) for m in members], comm.size)
+        begin = comm.rank * self.layout.shard_length if lifetime.cut else 0
+        self.own = slice(begin, begin + (self.layout.shard_length if lifetime.cut else self.layout.length))
+        self._make_buffers()
+        self._make_parameters()
+        self.incoming: Tensor | None = None
+        self.unsynced: Tensor | None = None
+        self.arrived: set[int] = set()
+        self.stale = not self.aliased
+        """Whether `full` was made from older values than `shards` hold. Set alike on all ranks."""
+        self.seen = self.version()
+        if lifetime.release_parameters:
+            self.release()
+
+    def _make_buffers(self) -> None:
+        layout = self.layout
+        values = torch.zeros(layout.length, dtype=self.master_dtype)
+        for slot, member in zip(layout.slots, self.members, strict=True):
+            values[slot.offset : slot.stop] = member.original.detach().reshape(-1).to(self.master_dtype)
+        if self.comm.size > 1 and layout.length:
+            broadcast(values, self.comm)
+        self.aliased = self.dtype == self.master_dtype and not self.lifetime.release_parameters
+        self.full = values if self.aliased else torch.empty(layout.length, dtype=self.dtype)
+        self.master = self.full[self.own] if self.aliased else values[self.own].clone()
+        self.accumulator = torch.zeros_like(self.master) if self.trainable else None
+        self.live = True
+
+    def _make_parameters(self) -> None:
+        """Make the full parameters and the shards, and mark the originals as replaced."""
+        self.full_params: list[nn.Parameter] = []
+        self.shards: list[nn.Parameter] = []
+        self.grads: list[Tensor] = []
+        for index, (slot, member) in enumerate(zip(self.layout.slots, self.members, strict=True)):
+            full = nn.Parameter(self.full[slot.offset : slot.stop].view(slot.shape), requires_grad=self.trainable)
+            shard = nn.Parameter(self.piece_of(self.master, index), requires_grad=self.trainable)
+            if self.lifetime.cut:
+                handle_of(shard, member.names[0])
+            if self.accumulator is not None:
+                self.grads.append(self.piece_of(self.accumulator, index))
+                if self.lifetime.cut:
+                    setattr(self.grads[-1], MARK, True)
+            member.original._mpizero_replaced = member.names[0]  # type: ignore[attr-defined]  # noqa: SLF001
+            self.full_params.append(full)
+            self.shards.append(shard)
+            for module, name in member.places:
+                if not isinstance(module._parameters, ShardedParameters):  # noqa: SLF001
+                    module._parameters = ShardedParameters(module._parameters)  # noqa: SLF001
+                module._parameters[name] = shard  # noqa: SLF001
+
+    def piece_of(self, shard: Tensor, index: int, rank: int | None = None) -> Tensor:
+        """Return the part of parameter `index` that lies in a shard-sized buffer, in the shape that users see.
+
+        That is (k, 1, ...) with the parameter's number of dimensions, or its own shape where nothing is cut.
+        """
+        slot = self.layout.slots[index]
+        if not self.lifetime.cut:
+            return shard[slot.offset : slot.stop].view(slot.shape)
+        piece = self.layout.piece(index, self.comm.rank if rank is None else rank)
+        part = shard[piece.position : piece.position + piece.numel]
+        if not slot.shape:
+            return part.view(()) if piece.numel else part
+        return part.view(-1, *[1] * (len(slot.shape) - 1)) if piece.numel else part.view(0, *[1] * (len(slot.shape) - 1))
+
+    def version(self) -> int:
+        """Return a number that grows with every change in place of a shard."""
+        return sum(shard._version for shard in self.shards)  # noqa: SLF001
+
+    def changed(self) -> bool:
+        """Return whether this rank's shards changed in place since `full` was filled; never where they are `full`."""
+        return not (self.aliased and not self.lifetime.cut) and self.version() != self.seen
+
+    def unshard(self) -> None:
+        """Fill `full` with the current values: cast this rank's part, gather the others'. Collective where cut."""
+        if self.live and not self.stale:
+            return
+        storage = self.full.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.layout.length * self.full.element_size())
+        full = self.full.data  # written without the version counter: the values are those that autograd saved
+        if not self.aliased:
+            full[self.own].copy_(self.master)
+        if self.lifetime.cut and self.layout.length:
+            all_gather(full[self.own], self.comm, out=full)
+        self.live, self.stale, self.seen = True, False, self.version()
+
+    def release(self) -> None:
+        """Let the memory of `full` go."""
+        self.full.untyped_storage().resize_(0)
+        self.live = False
+
+    def show(self, *, full: bool) -> None:
+        """Put the full parameters, or the shards, into the modules."""
+        for member, whole, shard in zip(self.members, self.full_params, self.shards, strict=True):
+            for module, name in member.places:
+                module._parameters[name] = whole if full else shard  # noqa: SLF001
+
+    def keep(self, index: int, *, sync: bool) -> None:
+        """Move the gradient that autograd left on full parameter `index` into the unit's buffer.
+
+        Args:
+            index: the parameter.
+            sync: whether this backward will be reduced; if not, the gradient joins `unsynced`.
+        """
+        param = self.full_params[index]
+        grad, param.grad = param.grad, None
+        assert grad is not None
+        slot = self.layout.slots[index]
+        if sync:
+            if self.incoming is None:
+                self.incoming = self._new_gradients(self.reduce_dtype)
+            target = self.incoming[slot.offset : slot.stop].view(slot.shape)
+            target.add_(grad) if index in self.arrived else target.copy_(grad)
+            self.arrived.add(index)
+            return
+        if self.unsynced is None:
+            self.unsynced = torch.zeros(self.layout.length, dtype=self.master_dtype)
+        self.unsynced[slot.offset : slot.stop].view(slot.shape).add_(grad)
+
+    def _new_gradients(self, dtype: torch.dtype) -> Tensor:
+        fresh = torch.empty(self.layout.length, dtype=dtype)
+        for start, stop in self.layout.gaps():
+            fresh[start:stop] = 0
+        return fresh
+
+    def reduce(self) -> None:
+        """Average this backward's gradients over the ranks into the accumulator. Collective; ends `incoming`."""
+        total = self._take_incoming()
+        size = self.comm.size
+        if size > 1 and self.layout.length:
+            if self.lifetime.cut:
+                part = torch.empty(self.layout.shard_length, dtype=total.dtype)
+                total = reduce_scatter(total, self.comm, op="mean", out=part, order="canonical")
+            else:
+                all_reduce(total, self.comm, op="mean", order="canonical")
+        self._accumulate(total)
+
+    def _take_incoming(self) -> Tensor:
+        """Return the local gradients, zero where none arrived, with what `no_sync` kept back."""
+        total, self.incoming = self.incoming, None
+        if total is None:
+            total = torch.zeros(self.layout.length, dtype=self.reduce_dtype)
+        else:
+            for index in set(range(len(self.members))) - self.arrived:
+                slot = self.layout.slots[index]
+                total[slot.offset : slot.stop] = 0
+        self.arrived.clear()
+        if self.unsynced is not None:
+            total, self.unsynced = self.unsynced.add_(total), None
+        return total
+
+    def _accumulate(self, part: Tensor) -> None:
+        """Add reduced gradients to those that shards already have; start anew where `.grad` is None."""
+        assert self.accumulator is not None
+        has = [self._adopt(index) for index in range(len(self.shards))]
+        if not any(has):
+            self.accumulator.copy_(part)
+        elif all(has):
+            self.accumulator.add_(part)
+        else:
+            for index, kept in enumerate(has):
+                source, target = self.piece_of(part, index), self.grads[index]
+                target.add_(source) if kept else target.copy_(source)
+
+    def _adopt(self, index: int) -> bool:
+        """Return whether a shard has a gradient; one that the user put there moves into the accumulator."""
+        grad = self.shards[index].grad
+        if grad is None:
+            return False
+        if grad is not self.grads[index]:
+            self.grads[index].copy_(grad)
+            self.shards[index].grad = self.grads[index]
+        return True
+
+    def attach(self, used: list[bool]) -> None:
+        """Give the shards of used parameters their gradients."""
+        for shard, grad, is_used in zip(self.shards, self.grads, used, strict=True):
+            if is_used:
+                shard.grad = grad
+
+    def gather_master(self) -> Tensor:
+        """Return the whole master buffer on every rank. Collective where cut."""
+        if not self.lifetime.cut:
+            return self.master
+        whole = torch.empty(self.layout.length, dtype=self.master_dtype)
+        return all_gather(self.master, self.comm, out=whole) if self.layout.length else whole

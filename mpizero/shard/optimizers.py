@@ -1,0 +1,89 @@
+"""Which optimizers may step on shards, and the hooks that look at every step.
+
+An element-wise optimizer updates each element from that element's own history, so updating shards is updating the
+whole. One that looks at whole matrices (Muon, Adafactor, Shampoo) or at all parameters at once (L-BFGS) would go wrong
+on shards in silence, hence the list of those that are known to be safe.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from mpizero.errors import ShardError
+from mpizero.shard.access import ShardHandle
+
+__all__ = ["elementwise", "install_step_hooks"]
+
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+
+OptimizerClass = TypeVar("OptimizerClass", bound=type)
+
+
+def elementwise(cls: OptimizerClass) -> OptimizerClass:
+    """Declare, as a decorator or by a call, that an optimizer class updates every element by itself.
+
+    Args:
+        cls: a subclass of `torch.optim.Optimizer` whose update of an element depends on no other element.
+
+    Returns:
+        The class. Declaring one that is not element-wise gives wrong numbers in silence.
+    """
+    cls._mpizero_elementwise = True  # type: ignore[attr-defined]
+    return cls
+
+
+@cache
+def install_step_hooks() -> None:
+    """Look at the steps of all optimizers from now on; does nothing the second time."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            _check_parameter(param)
+    for runtime in _runtimes(optimizer):
+        if runtime.lifetime.cut and not _is_elementwise(type(optimizer)):
+            known = ", ".join(ELEMENTWISE)
+            raise ShardError(
+                f"the optimizer of a sharded model must be element-wise (got {type(optimizer).__name__}, which may need "
+                f"whole matrices): use one of {known}, stage 0, or declare your own class with mpizero.elementwise"
+            )
+        if runtime.has_unsynced():
+            raise ShardError(
+                "a step must follow a backward outside no_sync (got gradients of this rank alone): leave no_sync for the "
+                "last micro-batch"
+            )
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for runtime in _runtimes(optimizer):
+        runtime.mark_stale()
+
+
+def _runtimes(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the runtimes whose shards the optimizer holds."""
+    owners = (getattr(param, "_mpizero_owner", None) for group in optimizer.param_groups for param in group["params"])
+    return list({id(owner): owner for owner in owners if owner is not None}.values())
+
+
+def _check_parameter(param: torch.Tensor) -> None:
+    replaced = getattr(param, "_mpizero_replaced", None)
+    if replaced is None and isinstance(param, ShardHandle):
+        replaced = param._mpizero_name  # type: ignore[attr-defined]  # noqa: SLF001
+    if replaced is not None:
+        raise ShardError(
+            f"the optimizer must be built after mpizero.shard, from model.parameters() (got parameter {replaced!r} as it "
+            "was before, or as an attribute): its steps would not reach the model"
+        )
+
+
+def _is_elementwise(cls: type) -> bool:
+    if getattr(cls, "_mpizero_elementwise", False):
+        return True
+    return any(base.__module__.startswith("torch.optim") and base.__name__ in ELEMENTWISE for base in cls.__mro__)

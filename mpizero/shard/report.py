@@ -1,0 +1,75 @@
+"""How much memory a sharded model takes, measured on its tensors, beside the stage's formula."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpizero.plan import StateBytes, model_state_bytes
+from mpizero.shard.runtime import runtime_of
+
+__all__ = ["MemoryReport", "memory_report"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """Hold one rank's bytes of model state, between two steps."""
+
+    measured: StateBytes
+    """Bytes of the storages that exist, each counted once."""
+    formula: StateBytes
+    """Bytes by the stage's formula for the trainable parameters, plus the frozen ones' share; without padding."""
+    unit_buffers: int
+    """Bytes of the largest unit in compute precision: at stage 3 up to two such are gathered at a time, and up to one
+    more holds the gradients that are being reduced."""
+
+
+def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
+    """Return the bytes of model state that this rank holds, by kind.
+
+    Args:
+        model: a sharded model, outside forward and backward.
+        optimizer: its optimizer, after the first step; None leaves its state out.
+
+    A master copy apart from the working copy counts as optimizer state, as in the ZeRO paper.
+    """
+    runtime = runtime_of(model)
+    flats = [flat for unit in runtime.units for flat in unit.flats]
+    masters_apart = [flat for flat in flats if flat.trainable and flat.dtype != flat.master_dtype]
+    held: list[Tensor] = [flat.full for flat in flats] + [flat.master for flat in flats if flat not in masters_apart]
+    state: list[Tensor] = [flat.master for flat in masters_apart]
+    moments = 0
+    if optimizer is not None:
+        values = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
+        state += values
+        shards = max(1, sum(flat.master.numel() for flat in flats if flat.trainable))
+        moments = round(sum(value.numel() for value in values if value.numel() > 1) / shards)
+    gradients = [tensor for flat in flats for tensor in (flat.accumulator, flat.incoming, flat.unsynced) if tensor is not None]
+    measured = StateBytes(parameters=_bytes(held), gradients=_bytes(gradients), optimizer=_bytes(state))
+    biggest = max(sum(flat.layout.length * flat.full.element_size() for flat in unit.flats) for unit in runtime.units)
+    return MemoryReport(measured=measured, formula=_formula(runtime, moments), unit_buffers=biggest)
+
+
+def _formula(runtime: Any, moments: int) -> StateBytes:
+    ranks, stage = runtime.comm.size, runtime.lifetime.stage
+    total = StateBytes(parameters=0, gradients=0, optimizer=0)
+    for unit in runtime.units:
+        for flat in unit.flats:
+            width = flat.full.element_size()
+            part = model_state_bytes(flat.layout.numel, ranks, stage, working_bytes=width, moments=moments)
+            frozen = flat.layout.numel * flat.master.element_size() / (ranks if runtime.lifetime.release_parameters else 1)
+            total = StateBytes(
+                parameters=total.parameters + (part.parameters if flat.trainable else frozen),
+                gradients=total.gradients + (part.gradients if flat.trainable else 0),
+                optimizer=total.optimizer + (part.optimizer if flat.trainable else 0),
+            )
+    return total
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the distinct storages under the tensors."""
+    return sum({storage.data_ptr(): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)}.values())

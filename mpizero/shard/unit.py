@@ -1,0 +1,92 @@
+"""Units: the modules whose parameters are gathered and reduced together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+from torch import nn
+
+from mpizero.errors import ShardError
+from mpizero.shard.flat import FlatParams
+
+__all__ = ["Unit", "UnitState"]
+
+
+class UnitState(Enum):
+    """Say what a unit holds, and what that costs in memory.
+
+    With n elements in the unit and p ranks; stages 0 to 2 never leave `GATHERED`, but for being stale after a step.
+    """
+
+    SHARDED = "sharded"
+    """Modules hold shards: n/p master elements, n/p accumulators, nothing else."""
+    GATHERED = "gathered"
+    """Modules hold full parameters: n elements more. In forward, from the unit's pre-forward hook to its end."""
+    BACKWARD = "backward"
+    """As gathered, and gradients arrive: n elements more from the first one to the reduction."""
+
+
+class Unit:
+    """Own the flat buffers of one module's parameters and say what may happen to them."""
+
+    def __init__(self, name: str, module: nn.Module, flats: list[FlatParams]) -> None:
+        self.name = name or type(module).__name__
+        self.module = module
+        self.flats = flats
+        self.state = UnitState.SHARDED
+        self.pins = 0
+        self.missing = 0
+        self.has_frozen = any(not flat.trainable for flat in flats)
+        self.trainable = [flat for flat in flats if flat.trainable]
+        self.parameters = sum(len(flat.shards) for flat in self.trainable)
+
+    @property
+    def cut(self) -> bool:
+        """Return whether ranks hold different parts."""
+        return any(flat.lifetime.cut for flat in self.flats)
+
+    def version(self) -> int:
+        """Return a number that grows with every change in place of any shard."""
+        return sum(flat.version() for flat in self.flats)
+
+    def gather(self, state: UnitState) -> None:
+        """Fill the full parameters and show them. Collective where the unit is cut and not yet filled."""
+        for flat in self.flats:
+            flat.unshard()
+            flat.show(full=True)
+        if state is UnitState.BACKWARD and self.state is not UnitState.BACKWARD:
+            self.missing = self.parameters
+        self.state = state
+
+    def reshard(self) -> None:
+        """Show the shards again and, where the stage says so, let the full parameters go. Pinned units stay."""
+        if self.pins:
+            self.state = UnitState.GATHERED
+            return
+        for flat in self.flats:
+            flat.show(full=False)
+            if flat.lifetime.release_parameters and flat.live:
+                flat.release()
+        self.state = UnitState.SHARDED
+
+    def check_unchanged(self, seen: int) -> None:
+        """Raise ShardError if a parameter was changed in place since the forward that saw version `seen` (case S23)."""
+        if self.version() == seen:
+            return
+        raise ShardError(
+            f"parameters of unit {self.name!r} must be left alone between forward and backward (got a change in place, "
+            "or an optimizer step): the gradient would be taken at other values than the loss; step after backward, "
+            "or run forward again"
+        )
+
+    def on_gradients(self, ready: Callable[[FlatParams, int], None]) -> None:
+        """Call `ready(flat, index)` each time autograd has finished the gradient of a full parameter."""
+        for flat in self.trainable:
+            for index, param in enumerate(flat.full_params):
+                param.register_post_accumulate_grad_hook(lambda _, flat=flat, index=index: ready(flat, index))
+
+    def reduce(self) -> None:
+        """Reduce this backward's gradients. Collective."""
+        for flat in self.trainable:
+            flat.reduce()

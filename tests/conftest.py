@@ -1,0 +1,85 @@
+"""What all tests share: which of them run here, and which in several ranks (see test_worlds.py)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+HERE = Path(__file__).parent
+RANKED = (HERE / "mpi", HERE / "torch")
+PLUGIN = "mpizero.testing.mpi_pytest"
+NO_TESTS = 5
+
+ranked_args = pytest.StashKey[list]()
+"""Paths and ids under tests/mpi or tests/torch that the command line named."""
+
+ranked_keyword = pytest.StashKey[str]()
+"""The -k expression for the tests in several ranks, "" for all."""
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("mpizero", "tests of mpizero")
+    group.addoption("--all", action="store_true", help="run the slow tests too, and products of options in full")
+    group.addoption("--ranks", default="1,2,3,4,5,7,8", help="numbers of ranks for the tests under MPI")
+    group.addoption("--world-timeout", type=float, default=300.0, help="seconds for all tests at one number of ranks")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    settings.register_profile("serial", deadline=None)
+    # All ranks have to draw the same examples.
+    settings.register_profile("ranks", deadline=None, derandomize=True, database=None)
+    with_mpi = config.getoption("--with-mpi")
+    settings.load_profile("ranks" if with_mpi else "serial")
+    if not with_mpi:
+        _redirect(config)
+    elif not config.pluginmanager.has_plugin(PLUGIN):
+        config.pluginmanager.import_plugin(PLUGIN)
+
+
+def _redirect(config):
+    """Run tests named by path that need several ranks through test_worlds.py."""
+    named = {arg: (config.invocation_params.dir / arg.partition("::")[0]).resolve() for arg in config.args}
+    ranked = [arg for arg, path in named.items() if any(path.is_relative_to(folder) for folder in RANKED)]
+    config.stash[ranked_args] = [str(config.invocation_params.dir / arg) for arg in ranked]
+    config.stash[ranked_keyword] = ""
+    if ranked:
+        worlds = str(HERE / "test_worlds.py")
+        config.args[:] = [*(arg for arg in config.args if arg not in {*ranked, worlds}), worlds]
+
+
+def pytest_ignore_collect(collection_path, config):
+    if collection_path in RANKED and not config.getoption("--with-mpi"):
+        return True
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--all"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: runs with --all"))
+    worlds = [item for item in items if item.path == HERE / "test_worlds.py"]
+    result = yield
+    # -k selects among the tests inside the worlds, unless it names the worlds themselves.
+    if config.option.keyword and worlds and not any(item in items for item in worlds):
+        config.stash[ranked_keyword] = config.option.keyword
+        items += worlds
+    return result
+
+
+@pytest.fixture(scope="session")
+def selected(pytestconfig):
+    """The arguments that select tests in several ranks; skips if a user's -k leaves none."""
+    keyword = pytestconfig.stash[ranked_keyword]
+    paths = pytestconfig.stash[ranked_args] or [str(folder) for folder in RANKED if folder.exists()]
+    args = [*paths, *(["-k", keyword] if keyword else []), *(["--all"] if pytestconfig.getoption("--all") else [])]
+    if keyword:
+        line = [sys.executable, "-m", "pytest", "--with-mpi", "-p", "no:cacheprovider", "--collect-only", "-q", *args]
+        found = subprocess.run(line, cwd=HERE.parent, capture_output=True, check=False, timeout=100)
+        if found.returncode == NO_TESTS:
+            pytest.skip(f"no test in several ranks matches -k {keyword!r}")
+    return args
