@@ -50,16 +50,16 @@ def ensure(mpi: str, extras: set[str]) -> Path:
     """
     if sys.version_info < OLDEST:
         found, oldest = ".".join(map(str, sys.version_info[:3])), ".".join(map(str, OLDEST))
-        text = f"Python must be {oldest} or newer (got {found}): start this command with a newer one, as in `python3.12 {sys.argv[0]}`"
+        text = f"Python must be {oldest} or newer (got {found}): start {sys.argv[0]} with a newer one"
         raise SetupError(text)
     place = folder(mpi)
     python = place / "bin" / "python"
-    stamp = _read_stamp(place)
+    made_from, installed = _read_stamp(place)
     wanted = {mpi, *extras}
-    if stamp and stamp["hash"] == _hash() and wanted <= set(stamp["extras"]) and os.access(python, os.X_OK):
+    if made_from == _hash() and wanted <= installed and os.access(python, os.X_OK):
         return python
     # What was there stays: quickstart after check must not drop the tools.
-    wanted |= set(stamp["extras"]) if stamp else set()
+    wanted |= installed
     pip = _make(place, python)
     _install(pip, wanted)
     (place / STAMP).write_text(json.dumps({"hash": _hash(), "extras": sorted(wanted)}))
@@ -71,12 +71,13 @@ def _hash() -> str:
     return hashlib.sha256(text + sys.version.encode() + str(ROOT).encode()).hexdigest()
 
 
-def _read_stamp(place: Path) -> dict[str, list[str]]:
+def _read_stamp(place: Path) -> tuple[str, set[str]]:
+    """Return what the environment was made from and its extras; nothing where there is no whole one."""
     try:
-        stamp: dict[str, list[str]] = json.loads((place / STAMP).read_text())
-    except (OSError, ValueError):
-        return {}
-    return stamp
+        stamp = json.loads((place / STAMP).read_text())
+        return stamp["hash"], set(stamp["extras"])
+    except (OSError, ValueError, KeyError):
+        return "", set()
 
 
 def _make(place: Path, python: Path) -> list[str]:

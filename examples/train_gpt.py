@@ -1,0 +1,101 @@
+"""Train a byte-level GPT on text, on as many ranks as the job has.
+
+    mpirun -n 4 python examples/train_gpt.py --stage 3
+
+This is the one-process script plus the two lines marked `<- sharded`; `python examples/train_gpt.py` runs it alone.
+"""
+
+import argparse
+import sysconfig
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpizero as mz
+from mpizero.bench import Progress, Text
+
+
+class Block(nn.Module):
+    """Attend to the bytes before, then transform each position."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (batch, length, dim) to the same shape."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(seen.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Predict the next byte."""
+
+    def __init__(self, dim: int = 192, heads: int = 6, layers: int = 4, length: int = 128, vocab: int = 256) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocab, dim), nn.Embedding(length, dim)
+        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab, bias=False)
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the mean cross entropy of `targets`, both of shape (batch, length)."""
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, text: Text, batch: int) -> float:
+    """Return the mean loss over all ranks, each on its own batches."""
+    model.eval()
+    losses = [model(*text.batch(batch, seed=(mz.world().rank, number))) for number in range(4)]
+    model.train()
+    return mz.all_reduce(torch.stack(losses).mean().float(), op="mean").item()
+
+
+def options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", type=int, default=3, help="0 replicates, 3 shards parameters, gradients and optimizer")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
+    parser.add_argument("--data", type=Path, default=Path(sysconfig.get_path("stdlib")), help="a file, or a folder of files")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train, and say what it took."""
+    args = options()
+    train, valid = Text.split(args.data, length=128)
+    torch.manual_seed(0)
+    model = GPT()
+
+    precision = mz.Precision(param=torch.bfloat16 if args.precision == "bf16" else None)
+    model = mz.shard(model, stage=args.stage, units={Block}, precision=precision)  # <- sharded
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+    first = evaluate(model, valid, args.batch)
+    with Progress(model, optimizer, steps=args.steps) as progress:
+        for step in range(args.steps):
+            loss = model(*train.batch(args.batch, seed=(mz.world().rank, step)))
+            loss.backward()
+            mz.clip_grad_norm_(model, 1.0)  # <- sharded
+            optimizer.step()
+            optimizer.zero_grad()
+            progress.step(loss, tokens=args.batch * 128)
+    progress.summary(first, evaluate(model, valid, args.batch))
+
+
+if __name__ == "__main__":
+    main()
