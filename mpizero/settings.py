@@ -1,4 +1,7 @@
-"""The one place where mpizero reads the environment."""
+"""What users tell mpizero by environment variables.
+
+What launchers and MPI libraries put into the environment is theirs: `comm/launch.py` and `comm/describe.py` read that.
+"""
 
 from __future__ import annotations
 

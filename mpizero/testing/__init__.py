@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: small models, parity runs, and the pytest plugin for tests under MPI."""

