@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ class DType:
     accumulate: str
     """The name of the type in which sums of such elements are kept: float32 for 16-bit floats, else the type itself."""
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         """Return the bytes of one element."""
         return np.dtype(self.storage).itemsize

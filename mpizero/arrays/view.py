@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -96,7 +97,7 @@ def borrow(x: Any, what: str = "x", *, writable: bool) -> Borrowed:
     if not x.dtype.isnative:
         remedy = "use x.astype(x.dtype.newbyteorder('='))"
         raise ArgumentTypeError(must_be(what, "in native byte order", str(x.dtype), remedy))
-    dtype = dtype_named(x.dtype.name, what)
+    dtype = dtype_named(_name_of(x.dtype), what)
     if writable and not x.flags.writeable:
         raise ArgumentError(must_be(what, "writable", "a read-only array", "pass a copy, or `out=`"))
     if writable and _overlaps_itself(x.shape, x.strides, x.itemsize):
@@ -105,6 +106,12 @@ def borrow(x: Any, what: str = "x", *, writable: bool) -> Borrowed:
     contiguous = plain.flags.c_contiguous
     flat = np.ascontiguousarray(plain).reshape(-1)
     return Borrowed(x, View(flat, dtype), packed=not contiguous and writable)
+
+
+@lru_cache(maxsize=64)
+def _name_of(dtype: np.dtype[Any]) -> str:
+    """Return the dtype's name, which numpy puts together anew each time."""
+    return dtype.name
 
 
 def new_like(x: Any, shape: tuple[int, ...]) -> Any:
@@ -152,29 +159,32 @@ def _borrow_torch(x: Any, what: str, *, writable: bool) -> Borrowed:
     plain = x.detach()
     contiguous = plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
     dense = plain if contiguous else plain.resolve_conj().resolve_neg().contiguous()
-    return Borrowed(x, View(_memory_of(dense, dtype), dtype), packed=not contiguous and writable)
+    data = _as_numpy(dense.view(-1), np.dtype(dtype.storage).str)
+    return Borrowed(x, View(data, dtype), packed=not contiguous and writable)
 
 
 class _Memory:
     """Offer a torch tensor's memory by numpy's array interface, and keep the tensor alive.
 
-    `Tensor.numpy()` would do, but marks the storage as one that can never be resized again, and units of `shard` live by
-    emptying and refilling theirs.
+    `Tensor.numpy()` would do, but marks the storage as one that can never be resized again, and units of `shard` live
+    by emptying and refilling theirs.
     """
 
-    def __init__(self, tensor: Any, dtype: DType) -> None:
+    def __init__(self, tensor: Any, typestr: str) -> None:
+        width = tensor.element_size()
         self.tensor = tensor
         self.__array_interface__ = {
             "data": (tensor.data_ptr(), False),
-            "typestr": np.dtype(dtype.storage).str,
-            "shape": (tensor.numel(),),
+            "typestr": typestr,
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * width for stride in tensor.stride()),
             "version": 3,
         }
 
 
-def _memory_of(tensor: Any, dtype: DType) -> np.ndarray[Any, Any]:
-    """Return a contiguous tensor's elements as a one-dimensional numpy array that shares its memory."""
-    return np.asarray(_Memory(tensor, dtype)) if tensor.numel() else np.empty(0, dtype.storage)
+def _as_numpy(tensor: Any, typestr: str) -> np.ndarray[Any, Any]:
+    """Return a tensor's memory as a numpy array of its shape and strides, whatever its dtype and flips."""
+    return np.asarray(_Memory(tensor, typestr)) if tensor.numel() else np.empty(tuple(tensor.shape), typestr)
 
 
 def _overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
@@ -194,21 +204,9 @@ def _overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class _Holder:
-    """Show numpy the memory of a torch tensor, whatever its dtype."""
-
-    __array_interface__: dict[str, Any]
-
-
 def _memory(x: Any) -> np.ndarray[Any, Any]:
-    """Return an array of the same elements, of opaque bytes."""
-    if not _is_torch(x):
-        return np.asarray(x)
-    width = x.element_size()
-    strides = tuple(stride * width for stride in x.stride())
-    interface = {"data": (x.data_ptr(), False), "shape": tuple(x.shape), "strides": strides, "version": 3}
-    return np.asarray(_Holder({**interface, "typestr": f"|V{width}"}))
+    """Return an array of the same elements, a tensor's as opaque bytes."""
+    return _as_numpy(x, f"|V{x.element_size()}") if _is_torch(x) else np.asarray(x)
 
 
 def _layout(x: Any, memory: np.ndarray[Any, Any]) -> tuple[object, ...]:

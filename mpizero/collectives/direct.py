@@ -93,14 +93,17 @@ def _pairwise_steps(pieces: list[Ref], result: Ref) -> tuple[tuple[Reduce, ...],
         nonlocal used
         (left_size, left), (right_size, right) = stack[-2:]
         del stack[-2:]
+        if left_size + right_size == len(pieces):
+            steps.append(Reduce(result, left, right))
+            stack.append((len(pieces), result))
+            return
         slots = [ref.slot for ref in (left, right) if ref.space is Space.ACC]
         if not slots:
             slots = [free.pop() if free else used]
             used = max(used, slots[0] + 1)
         free.extend(slots[1:])
         target = Ref(Space.ACC, result.chunk, slots[0])
-        last = left_size + right_size == len(pieces)
-        steps.append(Reduce(result if last else target, left, right))
+        steps.append(Reduce(target, left, right))
         stack.append((left_size + right_size, target))
 
     for piece in pieces:

@@ -30,6 +30,7 @@ __all__ = ["Copy", "Recv", "Reduce", "Ref", "Round", "Schedule", "Send", "Space"
 class Space(Enum):
     """Name a kind of memory; see [Note: spaces]."""
 
+    __hash__ = object.__hash__  # Enum's own is a Python function, and the simulator asks for it a million times
     IN = "in"
     OUT = "out"
     RAW = "raw"

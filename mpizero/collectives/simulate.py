@@ -123,8 +123,8 @@ class _World:
 
     def _place(self, ref: Ref) -> Ref:
         """Return a name for the bytes of a ref: a slot holds one chunk at a time; in place, IN and OUT are the same."""
-        if ref.space in {Space.RAW, Space.ACC}:
-            return Ref(ref.space, 0, ref.slot)
+        if ref.space is Space.RAW or ref.space is Space.ACC:
+            return ref if ref.chunk == 0 else Ref(ref.space, 0, ref.slot)
         return Ref(Space.OUT if self.in_place else ref.space, ref.chunk)
 
     def _advance(self, rank: int) -> bool:
@@ -217,13 +217,14 @@ class _World:
 
     def _check_bounds(self, rank: int, state: _Rank, ref: Ref) -> None:
         """Hold a ref to the memory that the operation and the schedule's slots give."""
-        schedule, operation = state.schedule, self.operation
-        slots = {Space.RAW: schedule.raw_slots, Space.ACC: schedule.acc_slots}.get(ref.space, 1)
-        own_only = (ref.space is Space.OUT and operation.output == "chunk") or (
-            ref.space is Space.IN and operation.input == "chunk"
-        )
-        no_out = ref.space is Space.OUT and operation.output == "root" and rank != self.root
-        if ref.slot >= slots or not 0 <= ref.chunk < schedule.chunks or (own_only and ref.chunk != rank) or no_out:
+        schedule = state.schedule
+        if ref.space is Space.RAW or ref.space is Space.ACC:
+            held = ref.slot < (schedule.raw_slots if ref.space is Space.RAW else schedule.acc_slots)
+        else:
+            holds = self.operation.input if ref.space is Space.IN else self.operation.output
+            held = holds != "chunk" or ref.chunk == rank
+            held = held and not (ref.space is Space.OUT and holds == "root" and rank != self.root)
+        if not held or not 0 <= ref.chunk < schedule.chunks:
             raise ScheduleError(f"rank {rank} round {state.position}: {ref} is outside the rank's memory")
 
     def _is_finished(self, state: _Rank, ref: Ref) -> bool:

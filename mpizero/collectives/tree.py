@@ -1,4 +1,6 @@
-"""Binomial trees: log2(p) rounds of the whole buffer, for short messages and for rooted operations.
+"""Binomial trees: ceil(log2 p) rounds of the whole buffer, for short messages and for rooted operations.
+
+Over all ranks broadcast and reduce move S (p-1) bytes each, reduce's partial sums of 16-bit floats in fp32.
 
 Reduce merges neighbouring groups of ranks, the lower group on the left, and keeps each partial result on the root while
 the root's group is concerned, else on the group's lowest rank: canonical order for every size and every root.

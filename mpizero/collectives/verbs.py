@@ -135,7 +135,8 @@ def reduce(
     """Reduce `x` over all ranks and give the root the result.
 
     Args:
-        x: the rank's part; on the root overwritten with the result unless `out` is given, elsewhere not changed.
+        x: the rank's part, of any shape; on the root overwritten with the result unless `out` is given, elsewhere not
+            changed.
         comm: the communicator; None means `mpizero.world()`.
         root: the rank that gets the result.
         op: as of `all_reduce`.
@@ -144,8 +145,8 @@ def reduce(
         order: as of `all_reduce`.
 
     Returns:
-        On the root `x` or `out`, elsewhere None. A rank other than the root sends at most S elements, with `direct`
-        at most 2 S.
+        On the root `x` or `out`, elsewhere None. A rank other than the root sends S bytes for S bytes (of 16-bit
+        floats partial sums travel in fp32: up to 2 S), also with `direct`, whose root sends S (p-1)/p.
     """
     call = _Call("reduce", x, comm, op=op, order=order, root=root)
     if call.comm.rank != call.root:
@@ -161,7 +162,7 @@ def barrier(comm: Any = None, *, algorithm: str = "auto") -> None:
 
     Args:
         comm: the communicator; None means `mpizero.world()`.
-        algorithm: auto, native or dissemination (ceil(log2 p) messages of one byte; serves signals and times out).
+        algorithm: auto, native or dissemination (ceil(log2 p) messages of one byte).
     """
     comm = _default(comm)
     _Call("barrier", np.zeros(1, np.uint8), comm).run(algorithm)

@@ -28,28 +28,29 @@ class _Mailboxes:
     def __init__(self, size: int) -> None:
         self.size = size
         self.failed = False
-        self.changed = threading.Condition()
+        self.changed = [threading.Condition() for _ in range(size)]
         self.queues: dict[tuple[int, int], deque[bytes]] = {}
 
     def put(self, source: int, target: int, data: bytes) -> None:
-        with self.changed:
+        with self.changed[target]:
             self.queues.setdefault((source, target), deque()).append(data)
-            self.changed.notify_all()
+            self.changed[target].notify_all()
 
     def take(self, source: int, target: int, timeout: float) -> bytes | None:
         def ready() -> bool:
             return self.failed or bool(self.queues.get((source, target)))
 
-        with self.changed:
-            self.changed.wait_for(ready, timeout)
+        with self.changed[target]:
+            self.changed[target].wait_for(ready, timeout)
             queue = self.queues.get((source, target))
             return queue.popleft() if queue else None
 
     def fail(self) -> None:
         """Let every waiting rank give up, since one has."""
-        with self.changed:
-            self.failed = True
-            self.changed.notify_all()
+        self.failed = True
+        for changed in self.changed:
+            with changed:
+                changed.notify_all()
 
 
 class LoopbackTransport:
