@@ -32,7 +32,8 @@ class Communicator:
     """Be a group of ranks with a wire of its own.
 
     Its traffic cannot meet the caller's: the constructor duplicates the given communicator, and is therefore collective
-    over it. Making one costs an `MPI_Comm_dup`, an `MPI_Comm_split_type` and a gather of host names.
+    over it. Making one costs an `MPI_Comm_dup`, an `MPI_Comm_split_type` and a gather of host names, and once more so
+    much for the `node` where the ranks are on several hosts.
     """
 
     def __init__(self, mpi_comm: Any = None, *, timeout: float | None = None) -> None:
@@ -54,33 +55,26 @@ class Communicator:
             raise ArgumentTypeError(must_be("mpi_comm", "an mpi4py intracommunicator", got, "pass MPI.COMM_WORLD"))
         _check_launch(module)
         self._comm = mpi_comm.Dup()
-        self._node_comm = self._comm.Split_type(module.COMM_TYPE_SHARED)
-        self._start(settings().timeout if timeout is None else timeout)
-        self.hosts: tuple[str, ...] = tuple(self._comm.allgather(socket.gethostname()))
-        self._node: Communicator | None = None
-        if self.size > 1 and settings().abort:
-            install_abort_hooks(self)
-
-    def _start(self, timeout: float) -> None:
-        self.transport = MessageTransport(self._comm, timeout)
+        self.transport = MessageTransport(self._comm, settings().timeout if timeout is None else timeout)
+        self.native = NativeCollectives(self._comm, self.transport.timeout)
         self.rank: int = self.transport.rank
         self.size: int = self.transport.size
         self.stats: Stats = self.transport.stats
-        self.native = NativeCollectives(self._comm, timeout)
         self.closed = False
         self._scratch = np.empty(0, np.uint8)
         self._busy = threading.Lock()
+        self.hosts: tuple[str, ...] = tuple(self._comm.allgather(socket.gethostname()))
+        self.node = self._find_node(module)
+        """The communicator of the ranks that share this rank's memory: itself where all do."""
+        if self.size > 1 and settings().abort:
+            install_abort_hooks(self)
 
-    @property
-    def node(self) -> Communicator:
-        """Return the communicator of the ranks that share this rank's memory; its own node is itself."""
-        if self._node is None:
-            node = Communicator.__new__(Communicator)
-            node._comm = node._node_comm = self._node_comm  # noqa: SLF001
-            node._start(self.transport.timeout)  # noqa: SLF001
-            node.hosts, node._node = (self.hosts[self.rank],) * node.size, node  # noqa: SLF001
-            self._node = node
-        return self._node
+    def _find_node(self, module: Any) -> Communicator:
+        split = self._comm.Split_type(module.COMM_TYPE_SHARED)
+        try:
+            return self if split.size == self.size else Communicator(split, timeout=self.transport.timeout)
+        finally:
+            split.Free()
 
     def duplicate(self) -> Communicator:
         """Return a communicator over the same ranks whose traffic cannot meet this one's. Collective."""
@@ -124,6 +118,23 @@ class Communicator:
         finally:
             self._busy.release()
 
+    @contextmanager
+    def channel(self, number: int, label: str) -> Iterator[None]:
+        """Mark the messages sent inside as belonging to one thing, say a unit of a model.
+
+        Messages of different channels never meet: ranks that speak of different things wait, and the time-out's text
+        has the `label`, instead of taking each other's bytes.
+
+        Args:
+            number: from 0, the same on all ranks; MPI has room for `CHANNELS` of them, beyond that they are shared.
+            label: what the messages are about, for errors.
+        """
+        self.transport.speak_of(number, label)
+        try:
+            yield
+        finally:
+            self.transport.speak_of(None, "")
+
     def abort(self, code: int = 1) -> None:
         """End every rank of the job at once with the exit code `code`."""
         mpi().COMM_WORLD.Abort(code)
@@ -132,14 +143,12 @@ class Communicator:
     def close(self) -> None:
         """Free the MPI communicators; collective over the ranks.
 
-        Closing twice does nothing, nor does closing a `node`, which ends with the communicator that it came from.
+        Closes the `node` too. Closing twice does nothing.
         """
-        if self.closed or self._node is self:
+        if self.closed:
             return
         self.closed = True
-        if self._node is not None:
-            self._node.closed = True
-        self._node_comm.Free()
+        self.node.close()
         self._comm.Free()
 
     def __repr__(self) -> str:

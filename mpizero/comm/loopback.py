@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["LoopbackCommunicator", "run_loopback"]
 
 Result = TypeVar("Result")
+Address = tuple[int, int, int | None]
+"""The sending rank, the receiving rank, and the channel."""
 
 
 class _Mailboxes:
@@ -29,20 +31,22 @@ class _Mailboxes:
         self.size = size
         self.failed = False
         self.changed = [threading.Condition() for _ in range(size)]
-        self.queues: dict[tuple[int, int], deque[bytes]] = {}
+        self.queues: dict[Address, deque[bytes]] = {}
 
-    def put(self, source: int, target: int, data: bytes) -> None:
-        with self.changed[target]:
-            self.queues.setdefault((source, target), deque()).append(data)
-            self.changed[target].notify_all()
+    def put(self, address: Address, data: bytes) -> None:
+        changed = self.changed[address[1]]
+        with changed:
+            self.queues.setdefault(address, deque()).append(data)
+            changed.notify_all()
 
-    def take(self, source: int, target: int, timeout: float) -> bytes | None:
+    def take(self, address: Address, timeout: float) -> bytes | None:
         def ready() -> bool:
-            return self.failed or bool(self.queues.get((source, target)))
+            return self.failed or bool(self.queues.get(address))
 
-        with self.changed[target]:
-            self.changed[target].wait_for(ready, timeout)
-            queue = self.queues.get((source, target))
+        changed = self.changed[address[1]]
+        with changed:
+            changed.wait_for(ready, timeout)
+            queue = self.queues.get(address)
             return queue.popleft() if queue else None
 
     def fail(self) -> None:
@@ -61,29 +65,37 @@ class LoopbackTransport:
         self.stats = Stats()
         self.timeout = timeout
         self._mailboxes = mailboxes
-        self._wanted: list[tuple[int, Bytes]] = []
+        self._channel: int | None = None
+        self._label = ""
+        self._wanted: list[tuple[Address, Bytes]] = []
+
+    def speak_of(self, number: int | None, label: str) -> None:
+        """Change to the channel `number`, or with None to the common one; see `Communicator.channel`."""
+        self._channel, self._label = number, label
 
     def send(self, peer: int, data: Bytes) -> None:
         """Put a copy of the bytes into the peer's mailbox."""
-        self._mailboxes.put(self.rank, peer, data.tobytes())
+        self._mailboxes.put((self.rank, peer, self._channel), data.tobytes())
         self.stats.messages_sent += 1
         self.stats.bytes_sent += data.nbytes
 
     def receive(self, peer: int, data: Bytes) -> None:
         """Remember where the next message of `peer` goes."""
-        self._wanted.append((peer, data))
+        self._wanted.append(((peer, self.rank, self._channel), data))
         self.stats.bytes_received += data.nbytes
 
     def wait(self, what: str) -> None:
         """Fill every posted receive; raise if a message is missing at the time-out or has another length."""
         wanted, self._wanted = self._wanted, []
-        for peer, data in wanted:
-            message = self._mailboxes.take(peer, self.rank, self.timeout)
+        about = f"{what} of {self._label}" if self._label else what
+        for address, data in wanted:
+            peer = address[0]
+            message = self._mailboxes.take(address, self.timeout)
             if message is None:
-                text = f"{what}: rank {self.rank} of {self.size} waited {self.timeout:g} s for rank {peer}"
+                text = f"{about}: rank {self.rank} of {self.size} waited {self.timeout:g} s for rank {peer}"
                 raise CollectiveTimeoutError(text)
             if len(message) != data.nbytes:
-                text = f"{what}: rank {self.rank} expected {data.nbytes} bytes of rank {peer} and got {len(message)}"
+                text = f"{about}: rank {self.rank} expected {data.nbytes} bytes of rank {peer} and got {len(message)}"
                 raise CollectiveError(text)
             data.view(np.uint8)[:] = np.frombuffer(message, np.uint8)
 
@@ -108,6 +120,15 @@ class LoopbackCommunicator:
     def duplicate(self) -> LoopbackCommunicator:
         """Return this communicator: a thread's calls come in one order, whoever makes them."""
         return self
+
+    @contextmanager
+    def channel(self, number: int, label: str) -> Iterator[None]:
+        """Mark the messages sent inside; see `Communicator.channel`."""
+        self.transport.speak_of(number, label)
+        try:
+            yield
+        finally:
+            self.transport.speak_of(None, "")
 
     @contextmanager
     def exclusive(self, what: str) -> Iterator[None]:  # noqa: ARG002  (the signature is the protocol's)

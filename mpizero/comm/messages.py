@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 __all__ = ["MessageTransport"]
 
 TAG = 7
-"""One tag is enough: MPI keeps the order of messages between two ranks, and every rank runs the same collectives."""
+"""The tag of messages outside any channel: MPI keeps the order of messages between two ranks, so one is enough."""
+CHANNELS = 32000
+"""MPI grants tags up to 32767 at least."""
 PIECE = 1 << 30
 """Bytes of the largest single message: a count beyond 2^31 fails on Open MPI 5.0 whatever the datatype."""
 
@@ -31,6 +33,7 @@ class MessageTransport:
         self.stats = Stats()
         self.timeout = timeout
         self._comm = mpi_comm
+        self._tag, self._label = TAG, ""
         self._requests: list[Any] = []
         self._abandoned: list[Any] = []
         self._peers: list[tuple[str, int]] = []
@@ -38,10 +41,15 @@ class MessageTransport:
         self._byte = module.BYTE
         self._test_all = module.Request.Testall
 
+    def speak_of(self, number: int | None, label: str) -> None:
+        """Change to the channel `number`, or with None to the common one; see `Communicator.channel`."""
+        self._tag = TAG if number is None else TAG + 1 + number % CHANNELS
+        self._label = label
+
     def send(self, peer: int, data: Bytes) -> None:
         """Post a send of the bytes of `data`."""
         for piece in _pieces(data):
-            self._requests.append(self._comm.Isend([piece, piece.nbytes, self._byte], peer, TAG))
+            self._requests.append(self._comm.Isend([piece, piece.nbytes, self._byte], peer, self._tag))
             self._peers.append(("send to", peer))
         self.stats.messages_sent += 1
         self.stats.bytes_sent += data.nbytes
@@ -49,7 +57,7 @@ class MessageTransport:
     def receive(self, peer: int, data: Bytes) -> None:
         """Post a receive into the bytes of `data`."""
         for piece in _pieces(data):
-            self._requests.append(self._comm.Irecv([piece, piece.nbytes, self._byte], peer, TAG))
+            self._requests.append(self._comm.Irecv([piece, piece.nbytes, self._byte], peer, self._tag))
             self._peers.append(("receive from", peer))
         self.stats.bytes_received += data.nbytes
 
@@ -87,8 +95,9 @@ class MessageTransport:
         posted = zip(requests, peers, strict=True)
         waiting = [f"{verb} rank {peer}" for request, (verb, peer) in posted if not request.Test()]
         missing = ", ".join(sorted(set(waiting))) or "nothing any more"
+        about = f"{what} of {self._label}" if self._label else what
         return (
-            f"{what}: rank {self.rank} of {self.size} waited {self.timeout:g} s for: {missing}. "
+            f"{about}: rank {self.rank} of {self.size} waited {self.timeout:g} s for: {missing}. "
             "Either those ranks are slower than the time-out (MPIZERO_TIMEOUT, seconds) or they never made this call: "
             "every rank must make the same collective calls in the same order, a forward pass of a sharded model "
             "included (to evaluate on some ranks only, wrap it in `with mpizero.unsharded(model):` on all of them)"

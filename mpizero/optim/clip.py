@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,13 +29,15 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
     Raises:
         ArgumentError: if `max_norm` is not positive.
-        ShardError: if `model` is not sharded.
+        ShardError: if `model` is not sharded, or `no_sync` has kept gradients back.
 
-    Collective: one all-reduce of 8 bytes at stages 1 to 3. The factor is max_norm / (norm + 1e-6), at most 1, as torch's.
+    Collective: one all-reduce of 8 bytes at stages 1 to 3. As torch's, the factor is max_norm / (norm + 1e-6), at most
+    1.
     """
     if not max_norm > 0:
         raise ArgumentError(must_be("max_norm", "positive", max_norm))
     runtime = runtime_of(model)
+    runtime.check_synced("clipping")
     runtime.check_together("clip_grad_norm_")
     comm, cut = runtime.comm, runtime.lifetime.cut
     flats = [flat for unit in runtime.units for flat in unit.trainable]
@@ -53,7 +56,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     return norm
 
 
-def _pieces(flat, rank: int) -> list[Tensor]:  # type: ignore[no-untyped-def]
+def _pieces(flat: Any, rank: int) -> list[Tensor]:
     """Return the gradients' elements that are, or at stage 0 would be, in the shard of `rank`."""
     found = []
     for index, param in enumerate(flat.shards):

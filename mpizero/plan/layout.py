@@ -9,10 +9,13 @@ never saved.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mpizero.errors import ArgumentError, must_be
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["ALIGNMENT", "Layout", "Piece", "Slot", "layout_of"]
 

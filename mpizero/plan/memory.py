@@ -44,21 +44,23 @@ def model_state_bytes(numel: int, ranks: int, stage: int, *, working_bytes: int 
         numel: trainable parameters of the model.
         ranks: over how many ranks it is sharded.
         stage: 0 to 3.
-        working_bytes: bytes of a parameter in compute precision: 4 (fp32: it is its own master copy) or 2 (bf16).
+        working_bytes: bytes of a parameter in compute precision: 2 (bf16), or 4 or 8, where it is its own master copy
+            and gradients and moments are as wide.
         moments: fp32 values of optimizer state per parameter: 2 for Adam, 1 for SGD with momentum, 0 without.
 
     Not in it: the unit buffers (a unit's gathered parameters at stage 3, its gradients while it is reduced) and, at
     stage 1, the full gradients between the start of a backward and its end.
     """
     check_stage(stage)
-    master = 0 if working_bytes == 4 else 4
+    wide = max(4, working_bytes)
+    master = wide if wide > working_bytes else 0
     shares = [1 / ranks if stage >= threshold else 1.0 for threshold in (3, 1, 1)]
-    if stage >= 3 and master:
+    if stage >= 3 and master and ranks > 1:
         shares[0] = 0.0  # the working copy exists only while its unit is gathered
     return StateBytes(
         parameters=numel * working_bytes * shares[0],
-        gradients=numel * 4 * shares[1],
-        optimizer=numel * (4 * moments + master) * shares[2],
+        gradients=numel * wide * shares[1],
+        optimizer=numel * (wide * moments + master) * shares[2],
     )
 
 

@@ -2,21 +2,22 @@
 
 A forward that only rank 0 runs, or a backward that one rank leaves out, would otherwise pair its gathers with other
 ranks' gathers of other things: wrong numbers or a hang, in silence. One record per rank and root-level event (a few
-dozen bytes) makes it an error on every rank that names what each one called (cases S9, S23). A rank that makes no call at
-all is named by the transport's time-out.
+dozen bytes) makes it an error on every rank that names what each one called (cases S9, S23). A rank that makes no call
+at all is named by the transport's time-out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
 from mpizero.collectives import all_gather
-from mpizero.errors import ShardError
+from mpizero.errors import ArgumentError, ShardError, must_be
 
-__all__ = ["EVENTS", "Event", "agree"]
+__all__ = ["EVENTS", "Event", "agree", "check_same"]
 
 EVENTS = ("forward", "backward", "end of backward", "unsharded", "full_parameters", "clip_grad_norm_")
 
@@ -30,16 +31,20 @@ class Event:
     """The number of the outermost unit concerned."""
     training: bool = True
     grad: bool = True
-    stale: int = 0
-    """Which full parameters are older than this rank's shards, as bits; the one field in which ranks may differ."""
+    history: int = 0
+    """A checksum of the units gathered and reduced since the last agreement, and of their order."""
+    last: int = 0
+    """The number of the last of these units."""
+    flags: int = 0
+    """What this rank has found, as bits; the one field in which ranks may differ."""
 
     def code(self) -> list[int]:
         """Return the event as small numbers."""
-        return [EVENTS.index(self.kind), self.unit, int(self.training), int(self.grad)]
+        return [EVENTS.index(self.kind), self.unit, int(self.training), int(self.grad), self.last, self.history]
 
 
 def agree(comm: Any, event: Event, names: list[str], extra: np.ndarray[Any, Any] | None = None) -> np.ndarray[Any, Any]:
-    """Exchange events; return every rank's `extra` bytes, its `stale` first, as an array of shape (ranks, 1 + n).
+    """Exchange events; return every rank's `extra` bytes, its `flags` first, as an array of shape (ranks, 1 + n).
 
     Args:
         comm: the model's communicator.
@@ -51,22 +56,55 @@ def agree(comm: Any, event: Event, names: list[str], extra: np.ndarray[Any, Any]
         ShardError: on every rank, if the ranks are not about to do the same.
     """
     tail = np.zeros(0, np.uint8) if extra is None else extra
-    head = np.array([*event.code(), event.stale], np.int32).view(np.uint8)
+    head = np.array([*event.code(), event.flags], np.int32).view(np.uint8)
     table = all_gather(np.concatenate([head, tail]), comm, algorithm="direct").reshape(comm.size, -1)
     heads = np.ascontiguousarray(table[:, : len(head)]).view(np.int32)
-    if (heads[:, :-1] != heads[0, :-1]).any():
+    if (heads[:, :4] != heads[0, :4]).any():
         calls = "; ".join(f"rank {rank}: {_describe(row, names)}" for rank, row in enumerate(heads.tolist()))
         raise ShardError(
             f"all ranks must make the same call on a sharded model (got {calls}): to run the model on some ranks only, "
             "do it inside `with mpizero.unsharded(model):`, entered by all ranks"
         )
+    if (heads[:, 4:-1] != heads[0, 4:-1]).any():
+        last = "; ".join(f"rank {rank}: {_name(row[4], names)!r}" for rank, row in enumerate(heads.tolist()))
+        raise ShardError(
+            f"all ranks must use the same units in the same order at stage 3 (got, last before {event.kind}, {last}): "
+            "gathers have met other units' gathers; let every rank run every unit, or use stage 2"
+        )
     return np.concatenate([heads[:, -1:].astype(np.uint8), table[:, len(head) :]], axis=1)
 
 
+def check_same(comm: Any, lines: list[str]) -> None:
+    """Raise ArgumentError on every rank unless all ranks describe the same model, before anything of it is sent.
+
+    Args:
+        comm: the ranks.
+        lines: this rank's description; only checksums travel, and a rank that differs says from which line on.
+    """
+    sums = np.zeros(len(lines) + 1, np.int64)
+    for index, line in enumerate(lines):
+        sums[index + 1] = crc32(line.encode(), int(sums[index]))
+    ends = all_gather(np.array([len(lines), sums[-1]], np.int64), comm, algorithm="direct").reshape(comm.size, 2)
+    if (ends == ends[0]).all():
+        return
+    shortest = int(ends[:, 0].min())
+    table = all_gather(sums[: shortest + 1], comm, algorithm="direct").reshape(comm.size, -1)
+    equal = (table == table[0]).all(axis=0)
+    first = int(equal.argmin()) - 1 if not equal.all() else shortest
+    got = lines[first] if first < len(lines) else "nothing more"
+    raise ArgumentError(must_be("model and options", "the same on all ranks", f"{got} on rank {comm.rank}"))
+
+
 def _describe(row: list[int], names: list[str]) -> str:
-    kind, unit, training, grad, _ = row
+    kind, unit, training, grad = row[:4]
     if not (0 <= kind < len(EVENTS) and 0 <= unit < len(names)):
         return "another collective"
+    if EVENTS[kind] == "backward":
+        return f"backward {'outside' if grad else 'inside'} no_sync"
     if EVENTS[kind] != "forward":
         return EVENTS[kind]
     return f"forward of {names[unit]!r} in {'train' if training else 'eval'} mode, {'with' if grad else 'no'} grad"
+
+
+def _name(number: int, names: list[str]) -> str:
+    return names[number] if 0 <= number < len(names) else "?"

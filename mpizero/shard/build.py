@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
 from mpizero.shard.flat import FlatParams, Member
-from mpizero.shard.policy import Lifetime, Precision
 from mpizero.shard.unit import Unit
 
-__all__ = ["SMALLEST", "find_units", "group_parameters", "make_units"]
+if TYPE_CHECKING:
+    from mpizero.shard.policy import Lifetime, Precision
+
+__all__ = ["SMALLEST", "describe", "find_units", "group_parameters", "make_units", "plan_units"]
 
 SMALLEST = 1 << 16
 """Elements of the smallest module that becomes a unit by size: a smaller gather costs more in latency than in bytes."""
 LARGEST_SHARE = 4
 """By size, a module becomes a unit when it holds at most this part (one over it) of the model."""
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 UnitRule = Iterable[type[nn.Module]] | Callable[[nn.Module], bool] | None
 
@@ -40,9 +44,7 @@ def find_units(model: nn.Module, units: UnitRule) -> dict[str, nn.Module]:
         _by_size("", model, max(total // LARGEST_SHARE, SMALLEST), found)
         return found
     matches = _predicate(model, units)
-    for name, module in model.named_modules():
-        if module is not model and matches(module):
-            found[name] = module
+    found.update({name: inner for name, inner in model.named_modules() if inner is not model and matches(inner)})
     without = [name for name, module in found.items() if not _has_forward(module)]
     if without:
         rule = "modules with a forward of their own"
@@ -60,13 +62,16 @@ def _predicate(model: nn.Module, units: Any) -> Callable[[nn.Module], bool]:
         classes = tuple(units)
         wrong = [item for item in classes if not (isinstance(item, type) and issubclass(item, nn.Module))]
         if wrong or not classes:
-            known = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
-            rule = f"module classes, a predicate or None (the model has {known})"
-            raise ArgumentTypeError(must_be("units", rule, wrong or units))
+            raise _unknown_units(model, wrong or units)
         return lambda module: isinstance(module, classes)
     if not callable(units):
-        raise ArgumentTypeError(must_be("units", "module classes, a predicate or None", units))
-    return units  # type: ignore[no-any-return]
+        raise _unknown_units(model, units)
+    return units
+
+
+def _unknown_units(model: nn.Module, got: Any) -> ArgumentTypeError:
+    known = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
+    return ArgumentTypeError(must_be("units", f"module classes, a predicate or None (the model has {known})", got))
 
 
 def _by_size(prefix: str, module: nn.Module, largest: int, found: dict[str, nn.Module]) -> None:
@@ -100,10 +105,31 @@ def group_parameters(model: nn.Module, units: dict[str, nn.Module]) -> dict[str,
             if not any(place[0] is module and place[1] == attribute for place in member.places):
                 member.places.append((module, attribute))
     _check_devices(members.values())
+    _find_caches(model, members)
     grouped: dict[str, list[Member]] = {name: [] for name in units}
     for member in members.values():
         grouped[_lowest_common(member.names, list(units))].append(member)
     return grouped
+
+
+def _find_caches(model: nn.Module, members: dict[int, Member]) -> None:
+    """Find the lists and dicts in which modules keep their parameters a second time.
+
+    Raises:
+        ArgumentError: for a tuple that holds one, which could not follow.
+    """
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name in _OF_EVERY_MODULE or not isinstance(value, list | tuple | dict):
+                continue
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                member = members.get(id(item)) if isinstance(item, nn.Parameter) else None
+                if member is None:
+                    continue
+                if isinstance(value, tuple):
+                    rule = "a list, which can follow when parameters are sharded"
+                    raise ArgumentError(must_be(f"attribute {name!r} of {type(module).__name__}", rule, "a tuple"))
+                member.caches.append((value, key))
 
 
 def _lowest_common(names: list[str], units: list[str]) -> str:
@@ -123,15 +149,35 @@ def _check_devices(members: Iterable[Member]) -> None:
         raise ArgumentError(must_be("model", "one that is not sharded yet", ", ".join(shards)))
 
 
-def make_units(model: nn.Module, units: UnitRule, comm: Any, lifetime: Lifetime, precision: Precision) -> list[Unit]:
-    """Build the units of a model: find them, give them their parameters, and cut those into shards. Collective."""
+Plan = dict[str, tuple[nn.Module, list[list[Member]]]]
+"""By a unit's name, its module and its parameters, in groups that have a flat buffer each."""
+
+
+def plan_units(model: nn.Module, units: UnitRule) -> Plan:
+    """Find a model's units and give them their parameters; changes nothing yet."""
     modules = find_units(model, units)
     grouped = group_parameters(model, modules)
+    return {name: (modules[name], _alike(members)) for name, members in grouped.items() if members or not name}
+
+
+def describe(plan: Plan, model: nn.Module, stage: int, precision: Precision) -> list[str]:
+    """Return, a line for each, what has to be the same on all ranks."""
+    lines = [f"stage {stage}", str(precision)]
+    for unit, (_, groups) in plan.items():
+        lines.append(f"unit {unit!r}")
+        for member in (member for group in groups for member in group):
+            param = member.original
+            trained = "trained" if param.requires_grad else "frozen"
+            lines.append(f"parameter {member.names} {tuple(param.shape)} {param.dtype} {trained}")
+    lines += [f"buffer {name!r} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
+    return lines
+
+
+def make_units(plan: Plan, comm: Any, lifetime: Lifetime, precision: Precision) -> list[Unit]:
+    """Build the units: cut their parameters into shards and put these into the modules. Collective."""
     made = []
-    for name, members in grouped.items():
-        flats = [FlatParams(group, comm, lifetime, precision) for group in _alike(members)]
-        if flats or not name:
-            made.append(Unit(name, modules[name], flats))
+    for name, (module, groups) in plan.items():
+        made.append(Unit(name, module, [FlatParams(group, comm, lifetime, precision) for group in groups]))
     return made
 
 

@@ -7,13 +7,15 @@ gradients' owner first. The helper is not a public name; where a torch version l
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mpizero.errors import ShardError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["MARK", "catch_torch_clipping"]
 

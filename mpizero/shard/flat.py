@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,9 @@ from mpizero.collectives import all_gather, all_reduce, broadcast, reduce_scatte
 from mpizero.plan import Layout, layout_of
 from mpizero.shard.access import ShardedParameters, handle_of
 from mpizero.shard.clipping import MARK
-from mpizero.shard.policy import Lifetime, Precision
+
+if TYPE_CHECKING:
+    from mpizero.shard.policy import Lifetime, Precision
 
 __all__ = ["FlatParams", "Member"]
 
@@ -28,6 +30,14 @@ class Member:
     places: list[tuple[nn.Module, str]] = field(repr=False)
     """The modules, and the attribute of each, that hold it."""
     original: nn.Parameter = field(repr=False)
+    """The parameter as it was before; without its memory once its values are taken over."""
+    caches: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
+    """Lists and dicts of the modules' own that hold it too, with its index or key."""
+
+    def let_go(self) -> None:
+        """Mark the original as replaced, for optimizers that hold it, and drop it: it is as large as the model."""
+        self.original._mpizero_replaced = self.names[0]  # type: ignore[attr-defined]  # noqa: SLF001
+        self.original = nn.Parameter(torch.empty(0), requires_grad=False)
 
 
 class FlatParams:
@@ -60,9 +70,12 @@ class FlatParams:
         self.incoming: Tensor | None = None
         self.unsynced: Tensor | None = None
         self.arrived: set[int] = set()
+        self.kept: set[int] = set()
+        """The parameters that `unsynced` has gradients of."""
         self.stale = not self.aliased
         """Whether `full` was made from older values than `shards` hold. Set alike on all ranks."""
         self.seen = self.version()
+        self.addresses = [shard.data_ptr() for shard in self.shards]
         if lifetime.release_parameters:
             self.release()
 
@@ -87,19 +100,21 @@ class FlatParams:
         for index, (slot, member) in enumerate(zip(self.layout.slots, self.members, strict=True)):
             full = nn.Parameter(self.full[slot.offset : slot.stop].view(slot.shape), requires_grad=self.trainable)
             shard = nn.Parameter(self.piece_of(self.master, index), requires_grad=self.trainable)
-            if self.lifetime.cut:
-                handle_of(shard, member.names[0])
+            if self.comm.size > 1:
+                handle_of(shard, member.names[0], cut=self.lifetime.cut)
             if self.accumulator is not None:
                 self.grads.append(self.piece_of(self.accumulator, index))
                 if self.lifetime.cut:
                     setattr(self.grads[-1], MARK, True)
-            member.original._mpizero_replaced = member.names[0]  # type: ignore[attr-defined]  # noqa: SLF001
+            member.let_go()
             self.full_params.append(full)
             self.shards.append(shard)
             for module, name in member.places:
                 if not isinstance(module._parameters, ShardedParameters):  # noqa: SLF001
                     module._parameters = ShardedParameters(module._parameters)  # noqa: SLF001
                 module._parameters[name] = shard  # noqa: SLF001
+            for holder, key in member.caches:
+                holder[key] = shard
 
     def piece_of(self, shard: Tensor, index: int, rank: int | None = None) -> Tensor:
         """Return the part of parameter `index` that lies in a shard-sized buffer, in the shape that users see.
@@ -113,11 +128,30 @@ class FlatParams:
         part = shard[piece.position : piece.position + piece.numel]
         if not slot.shape:
             return part.view(()) if piece.numel else part
-        return part.view(-1, *[1] * (len(slot.shape) - 1)) if piece.numel else part.view(0, *[1] * (len(slot.shape) - 1))
+        return (
+            part.view(-1, *[1] * (len(slot.shape) - 1)) if piece.numel else part.view(0, *[1] * (len(slot.shape) - 1))
+        )
 
     def version(self) -> int:
         """Return a number that grows with every change in place of a shard."""
         return sum(shard._version for shard in self.shards)  # noqa: SLF001
+
+    def full_version(self) -> int:
+        """Return a number that grows with every change in place of a full parameter: they share it with `full`."""
+        return self.full._version  # noqa: SLF001
+
+    def replaced(self) -> list[str]:
+        """Return the names of shards whose memory is no longer the master's, as after `model.to(dtype)`."""
+        return [
+            member.names[0]
+            for member, shard, address in zip(self.members, self.shards, self.addresses, strict=True)
+            if shard.dtype != self.master_dtype or shard.data_ptr() != address
+        ]
+
+    def toggled(self) -> list[str]:
+        """Return the names of parameters that were frozen or unfrozen since they were sharded."""
+        pairs = zip(self.members, self.shards, strict=True)
+        return [member.names[0] for member, shard in pairs if shard.requires_grad != self.trainable]
 
     def changed(self) -> bool:
         """Return whether this rank's shards changed in place since `full` was filled; never where they are `full`."""
@@ -147,6 +181,8 @@ class FlatParams:
         for member, whole, shard in zip(self.members, self.full_params, self.shards, strict=True):
             for module, name in member.places:
                 module._parameters[name] = whole if full else shard  # noqa: SLF001
+            for holder, key in member.caches:
+                holder[key] = whole if full else shard
 
     def keep(self, index: int, *, sync: bool) -> None:
         """Move the gradient that autograd left on full parameter `index` into the unit's buffer.
@@ -157,7 +193,10 @@ class FlatParams:
         """
         param = self.full_params[index]
         grad, param.grad = param.grad, None
-        assert grad is not None
+        if grad is None:
+            return
+        if grad.layout is not torch.strided:  # of nn.Embedding(sparse=True)
+            grad = grad.to_dense()
         slot = self.layout.slots[index]
         if sync:
             if self.incoming is None:
@@ -169,6 +208,7 @@ class FlatParams:
         if self.unsynced is None:
             self.unsynced = torch.zeros(self.layout.length, dtype=self.master_dtype)
         self.unsynced[slot.offset : slot.stop].view(slot.shape).add_(grad)
+        self.kept.add(index)
 
     def _new_gradients(self, dtype: torch.dtype) -> Tensor:
         fresh = torch.empty(self.layout.length, dtype=dtype)
@@ -200,11 +240,32 @@ class FlatParams:
         self.arrived.clear()
         if self.unsynced is not None:
             total, self.unsynced = self.unsynced.add_(total), None
+            self.kept.clear()
         return total
+
+    def hold_place(self) -> None:
+        """Give shards whose gradients wait in `unsynced` a gradient of zero, which `zero_grad` will then take away."""
+        for index in self.kept:
+            if self.shards[index].grad is None:
+                self.grads[index].zero_()
+                self.shards[index].grad = self.grads[index]
+
+    def drop_zeroed(self) -> list[int]:
+        """Forget the `unsynced` gradients of shards whose `.grad` the user has set to None; return which."""
+        dropped = [index for index in self.kept if self.shards[index].grad is None]
+        for index in dropped:
+            slot = self.layout.slots[index]
+            if self.unsynced is not None:
+                self.unsynced[slot.offset : slot.stop] = 0
+            self.kept.discard(index)
+        if not self.kept:
+            self.unsynced = None
+        return dropped
 
     def _accumulate(self, part: Tensor) -> None:
         """Add reduced gradients to those that shards already have; start anew where `.grad` is None."""
-        assert self.accumulator is not None
+        if self.accumulator is None:
+            return
         has = [self._adopt(index) for index in range(len(self.shards))]
         if not any(has):
             self.accumulator.copy_(part)
@@ -226,10 +287,14 @@ class FlatParams:
         return True
 
     def attach(self, used: list[bool]) -> None:
-        """Give the shards of used parameters their gradients."""
-        for shard, grad, is_used in zip(self.shards, self.grads, used, strict=True):
-            if is_used:
-                shard.grad = grad
+        """Give the shards of used parameters their gradients, on top of any that autograd has put there meanwhile."""
+        for index, is_used in enumerate(used):
+            if not is_used:
+                continue
+            shard, grad = self.shards[index], self.grads[index]
+            if shard.grad is not None and shard.grad is not grad:  # a penalty on shards that a loss holds
+                grad.add_(shard.grad)
+            shard.grad = grad
 
     def gather_master(self) -> Tensor:
         """Return the whole master buffer on every rank. Collective where cut."""

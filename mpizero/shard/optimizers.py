@@ -8,13 +8,15 @@ on shards in silence, hence the list of those that are known to be safe.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mpizero.errors import ShardError
 from mpizero.shard.access import ShardHandle
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["elementwise", "install_step_hooks"]
 
@@ -51,14 +53,14 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if runtime.lifetime.cut and not _is_elementwise(type(optimizer)):
             known = ", ".join(ELEMENTWISE)
             raise ShardError(
-                f"the optimizer of a sharded model must be element-wise (got {type(optimizer).__name__}, which may need "
-                f"whole matrices): use one of {known}, stage 0, or declare your own class with mpizero.elementwise"
+                f"the optimizer of a sharded model must be element-wise (got {type(optimizer).__name__}, which may "
+                f"need whole matrices): use one of {known}, stage 0, or declare your own class with mpizero.elementwise"
             )
-        if runtime.has_unsynced():
+        if runtime.pinned:
             raise ShardError(
-                "a step must follow a backward outside no_sync (got gradients of this rank alone): leave no_sync for the "
-                "last micro-batch"
+                "the optimizer must step outside mpizero.unsharded (got a step inside): leave the block first"
             )
+        runtime.check_synced("a step")
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -78,8 +80,8 @@ def _check_parameter(param: torch.Tensor) -> None:
         replaced = param._mpizero_name  # type: ignore[attr-defined]  # noqa: SLF001
     if replaced is not None:
         raise ShardError(
-            f"the optimizer must be built after mpizero.shard, from model.parameters() (got parameter {replaced!r} as it "
-            "was before, or as an attribute): its steps would not reach the model"
+            f"the optimizer must be built after mpizero.shard, from model.parameters() (got parameter {replaced!r} as "
+            "it was before, or as an attribute): its steps would not reach the model"
         )
 
 

@@ -49,6 +49,11 @@ class Lifetime:
     reduce_at_end: bool
     """Whether full gradients live until the end of the backward, or until their unit's reduction."""
 
+    @property
+    def reduce_when_complete(self) -> bool:
+        """Return whether a unit is reduced as soon as its gradients are there, since no gathers come in between."""
+        return not self.reduce_at_end and not self.release_parameters
+
 
 def lifetime_of(stage: int, ranks: int) -> Lifetime:
     """Return a stage's lifetimes; on one rank nothing is cut and nothing is released."""

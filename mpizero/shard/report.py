@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from mpizero.plan import StateBytes, model_state_bytes
 from mpizero.shard.runtime import runtime_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = ["MemoryReport", "memory_report"]
 
@@ -48,7 +50,9 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         state += values
         shards = max(1, sum(flat.master.numel() for flat in flats if flat.trainable))
         moments = round(sum(value.numel() for value in values if value.numel() > 1) / shards)
-    gradients = [tensor for flat in flats for tensor in (flat.accumulator, flat.incoming, flat.unsynced) if tensor is not None]
+    gradients = [
+        tensor for flat in flats for tensor in (flat.accumulator, flat.incoming, flat.unsynced) if tensor is not None
+    ]
     measured = StateBytes(parameters=_bytes(held), gradients=_bytes(gradients), optimizer=_bytes(state))
     biggest = max(sum(flat.layout.length * flat.full.element_size() for flat in unit.flats) for unit in runtime.units)
     return MemoryReport(measured=measured, formula=_formula(runtime, moments), unit_buffers=biggest)
@@ -61,7 +65,9 @@ def _formula(runtime: Any, moments: int) -> StateBytes:
         for flat in unit.flats:
             width = flat.full.element_size()
             part = model_state_bytes(flat.layout.numel, ranks, stage, working_bytes=width, moments=moments)
-            frozen = flat.layout.numel * flat.master.element_size() / (ranks if runtime.lifetime.release_parameters else 1)
+            frozen = (
+                flat.layout.numel * flat.master.element_size() / (ranks if runtime.lifetime.release_parameters else 1)
+            )
             total = StateBytes(
                 parameters=total.parameters + (part.parameters if flat.trainable else frozen),
                 gradients=total.gradients + (part.gradients if flat.trainable else 0),

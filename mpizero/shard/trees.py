@@ -2,45 +2,57 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["cast_floating", "tensors_in"]
 
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, type, ModuleType, nn.Module)
+DEPTH = 8
+"""How far to look into nested containers, which may hold each other; an object counts as three."""
+
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested tuples, lists, mappings and dataclasses."""
+    """Return the tensors in nested tuples, lists, mappings and the attributes of objects, but not of modules."""
     found: list[Tensor] = []
-    _walk(value, found.append)
+    _walk(value, found.append, DEPTH)
     return found
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Return `value` with every floating tensor in it cast to `dtype`; other objects are passed on as they are."""
+    """Return `value` with every floating tensor in it cast to `dtype`.
+
+    Containers in which nothing changes, and other objects, are passed on as they are: the callee may add to them.
+    """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast_floating(item, dtype) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(cast_floating(item, dtype) for item in value)
+        items = [cast_floating(item, dtype) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if type(value) is dict:
-        return {key: cast_floating(item, dtype) for key, item in value.items()}
+        cast = {key: cast_floating(item, dtype) for key, item in value.items()}
+        return value if all(cast[key] is item for key, item in value.items()) else cast
     return value
 
 
-def _walk(value: Any, visit: Callable[[Tensor], None]) -> None:
+def _walk(value: Any, visit: Callable[[Tensor], None], depth: int) -> None:
     if isinstance(value, Tensor):
         visit(value)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _walk(item, visit)
+    elif depth <= 0 or isinstance(value, _LEAVES):
+        return
     elif isinstance(value, Mapping):
         for item in value.values():
-            _walk(item, visit)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for spec in dataclasses.fields(value):
-            _walk(getattr(value, spec.name), visit)
+            _walk(item, visit, depth - 1)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _walk(item, visit, depth - 1)
+    else:
+        names = [*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())]
+        for name in names:
+            _walk(getattr(value, name, None), visit, depth - 3)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from mpizero.errors import ShardError
-from mpizero.shard.flat import FlatParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from mpizero.shard.flat import FlatParams
 
 __all__ = ["Unit", "UnitState"]
 
@@ -32,11 +36,21 @@ class Unit:
 
     def __init__(self, name: str, module: nn.Module, flats: list[FlatParams]) -> None:
         self.name = name or type(module).__name__
+        self.own_modules: list[nn.Module] = []
+        """The module and those inside it that belong to no other unit."""
+        self.inside = {id(inner) for inner in module.modules()}
         self.module = module
         self.flats = flats
         self.state = UnitState.SHARDED
         self.pins = 0
         self.missing = 0
+        """Parameters whose gradients this backward has yet to bring."""
+        self.calls = 0
+        """Forward calls since the last backward ended."""
+        self.entered = 0
+        """Those of them whose backward has begun."""
+        self.open = 0
+        """Those of which backward may still need frozen parameters."""
         self.has_frozen = any(not flat.trainable for flat in flats)
         self.trainable = [flat for flat in flats if flat.trainable]
         self.parameters = sum(len(flat.shards) for flat in self.trainable)
@@ -46,18 +60,42 @@ class Unit:
         """Return whether ranks hold different parts."""
         return any(flat.lifetime.cut for flat in self.flats)
 
+    @property
+    def stale(self) -> bool:
+        """Return whether any full parameters have to be filled before they are used."""
+        return any(flat.stale or not flat.live for flat in self.flats)
+
+    @property
+    def complete(self) -> bool:
+        """Return whether the gradients of all parameters of all calls are there."""
+        arrived = all(len(flat.arrived) == len(flat.members) for flat in self.trainable)
+        return arrived and self.missing <= 0 and self.entered >= self.calls
+
     def version(self) -> int:
         """Return a number that grows with every change in place of any shard."""
         return sum(flat.version() for flat in self.flats)
 
+    def full_version(self) -> int:
+        """Return a number that grows with every change in place of any full parameter."""
+        return sum(flat.full_version() for flat in self.flats)
+
     def gather(self, state: UnitState) -> None:
         """Fill the full parameters and show them. Collective where the unit is cut and not yet filled."""
+        self.fill()
         for flat in self.flats:
-            flat.unshard()
             flat.show(full=True)
         if state is UnitState.BACKWARD and self.state is not UnitState.BACKWARD:
             self.missing = self.parameters
         self.state = state
+
+    def fill(self) -> None:
+        """Give the full parameters the current values. Collective where the unit is cut and not yet filled."""
+        for flat in self.flats:
+            flat.unshard()
+
+    def forget_backward(self) -> None:
+        """Start counting calls anew."""
+        self.calls = self.entered = self.open = 0
 
     def reshard(self) -> None:
         """Show the shards again and, where the stage says so, let the full parameters go. Pinned units stay."""

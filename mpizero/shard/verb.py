@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +14,15 @@ from mpizero.collectives import broadcast
 from mpizero.comm import Stats, world
 from mpizero.errors import ArgumentTypeError, must_be
 from mpizero.settings import settings
-from mpizero.shard.build import UnitRule, make_units
+from mpizero.shard.agree import check_same
+from mpizero.shard.build import UnitRule, describe, make_units, plan_units
 from mpizero.shard.clipping import catch_torch_clipping
 from mpizero.shard.optimizers import install_step_hooks
 from mpizero.shard.policy import Precision, lifetime_of
 from mpizero.shard.runtime import Runtime, runtime_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["full_parameters", "no_sync", "shard", "stats", "unsharded"]
 
@@ -47,29 +50,26 @@ def shard(
         precision: compute in another precision than fp32, with fp32 master values; see `Precision`.
 
     Raises:
-        ArgumentError: for an unknown stage, units that match nothing, or a model that is sharded already.
+        ArgumentError: for an unknown stage, units that match nothing, a model that is sharded already, or models or
+            options that differ between ranks.
         ArgumentTypeError: for a model, or parameters, that cannot be sharded; names them.
 
     Collective. Source: Rajbhandari et al., "ZeRO", 2020 (stages); Zhao et al., "PyTorch FSDP", 2023 (units).
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(must_be("model", "a torch.nn.Module", type(model).__name__))
-    precision = Precision() if precision is None else precision
-    if not isinstance(precision, Precision):
-        remedy = "write mpizero.Precision(param=torch.bfloat16)"
-        raise ArgumentTypeError(must_be("precision", "an mpizero.Precision", precision, remedy))
+    precision = _checked(model, precision)
     lifetime = lifetime_of(stage, 1)
     comm = world() if comm is None else comm
     lifetime = lifetime_of(stage, comm.size)
+    grouped = plan_units(model, units)
     comm = comm.duplicate()
     _set_threads(comm)
     install_step_hooks()
     if lifetime.cut:
         catch_torch_clipping()
-    made = make_units(model, units, comm, lifetime, precision)
     if comm.size > 1:
-        for buffer in model.buffers():
-            broadcast(buffer, comm)
+        check_same(comm, describe(grouped, model, stage, precision))
+        _broadcast_buffers(model, comm)
+    made = make_units(grouped, comm, lifetime, precision)
     runtime = Runtime(model, made, comm, lifetime, precision)
     for unit in made:
         for flat in unit.flats:
@@ -105,8 +105,8 @@ def unsharded(model: nn.Module) -> Iterator[nn.Module]:
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Keep the gradients of backwards inside the `with` block on their rank, to be reduced with the next one outside.
 
-    Legal at every stage. The price: one fp32 gradient of the full model per rank (4 bytes per parameter) until then, and
-    the reduction that ends it sends fp32. At stage 3 parameters are gathered as usual.
+    Legal at every stage. The price: one fp32 gradient of the full model per rank (4 bytes per parameter) until then,
+    and the reduction that ends it sends fp32. At stage 3 parameters are gathered as usual.
 
     Args:
         model: a sharded model.
@@ -149,7 +149,26 @@ def stats(model: nn.Module) -> Stats:
     Args:
         model: a sharded model.
     """
-    return runtime_of(model).comm.stats  # type: ignore[no-any-return]
+    return runtime_of(model).comm.stats
+
+
+def _checked(model: Any, precision: Any) -> Precision:
+    """Return the precision, the default one for None; raise ArgumentTypeError if either argument is something else."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(must_be("model", "a torch.nn.Module", type(model).__name__))
+    precision = Precision() if precision is None else precision
+    if not isinstance(precision, Precision):
+        remedy = "write mpizero.Precision(param=torch.bfloat16)"
+        raise ArgumentTypeError(must_be("precision", "an mpizero.Precision", precision, remedy))
+    return precision
+
+
+def _broadcast_buffers(model: nn.Module, comm: Any) -> None:
+    """Give all ranks rank 0's buffers; one whose elements share memory, as after `expand`, gets memory of its own."""
+    for buffer in model.buffers():
+        if not buffer.is_contiguous():
+            buffer.data = buffer.data.contiguous()
+        broadcast(buffer, comm)
 
 
 def _set_threads(comm: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import mpizero
 from mpizero.collectives import algorithms_of, build, even_offsets, select
-from mpizero.errors import ArgumentTypeError, CollectiveError
+from mpizero.errors import ArgumentTypeError, CollectiveError, CollectiveTimeoutError
 
 pytestmark = pytest.mark.mpi
 
@@ -202,14 +202,27 @@ def test_own_communicators_do_not_meet(world):
     for _ in range(3):
         assert mpizero.all_reduce(np.ones(3000, np.float32), part, algorithm="ring")[0] == part.size
         assert mpizero.all_reduce(np.ones(3000, np.float32), world, algorithm="ring")[0] == world.size
-    node.close()
-    assert mpizero.all_reduce(np.ones(5, np.int32), node)[0] == node.size
     part.close()
     part.close()
     half.Free()
     for closed in (part, node):
         with pytest.raises(CollectiveError, match="must be open"):
             mpizero.all_reduce(np.ones(3), closed)
+
+
+def test_channels_keep_messages_apart(world):
+    """Ranks that speak of different things time out and say of which, instead of taking each other's bytes."""
+    if world.size == 1:
+        return
+    comm = mpizero.Communicator(world.mpi, timeout=2)
+    for number in (3, 40000):
+        with comm.channel(number, "unit"):
+            assert mpizero.all_reduce(np.ones(100, np.float32), comm, algorithm="direct")[0] == comm.size
+    with (
+        pytest.raises(CollectiveTimeoutError, match=f"all_gather .* of unit {comm.rank}: rank {comm.rank} .* receive"),
+        comm.channel(comm.rank, f"unit {comm.rank}"),
+    ):
+        mpizero.all_gather(np.ones(100, np.float32), comm, algorithm="direct")
 
 
 def test_many_communicators(world):
