@@ -1,6 +1,6 @@
 """Draw a result of benchmarks/training.py: step times beside the floor, and bytes of model state per rank by stage.
 
-    python benchmarks/plot.py benchmarks/results/DATE-training-2ranks-batch4.json docs/images/training.svg
+python benchmarks/plot.py benchmarks/results/DATE-training-2ranks-batch4.json docs/images/training.svg
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def draw(result: dict, target: Path) -> None:
     figure.savefig(target, dpi=150, metadata={"Date": None} if target.suffix == ".svg" else None)
 
 
-def draw_times(axes, result: dict) -> None:  # noqa: ANN001
+def draw_times(axes, result: dict) -> None:
     """Draw a bar per kind, and the floor as a line."""
     rows = result["rows"]
     times = [statistics.median(row["ms"]) for row in rows]
@@ -47,7 +47,7 @@ def draw_times(axes, result: dict) -> None:  # noqa: ANN001
     axes.tick_params(axis="x", labelsize=7)
 
 
-def draw_bytes(axes, result: dict) -> None:  # noqa: ANN001
+def draw_bytes(axes, result: dict) -> None:
     """Draw stacked bytes per rank for each stage."""
     rows = [row for row in result["rows"] if row.get("bytes")]
     names = [row["kind"].removeprefix("mpizero-") for row in rows]

@@ -68,7 +68,7 @@ def worker(kind: str, batch: int, steps: int) -> None:
         print(json.dumps(line), flush=True)
 
 
-def peer(kind: str, model, block):  # noqa: ANN001, ANN201
+def peer(kind: str, model, block):
     """Wrap a model in torch's own data parallelism or sharding, on gloo."""
     if kind == "ddp":
         from torch.nn.parallel import DistributedDataParallel
@@ -132,7 +132,9 @@ def report(args: argparse.Namespace, measured: dict[str, list[dict]]) -> None:
     import torch
 
     floor = [run["ms"] for run in measured.get("compute", [])]
-    print(f"GPT 25.5M, fp32, {args.ranks} ranks, batch {args.batch} per rank, {args.rounds} rounds of {args.steps} steps")
+    print(
+        f"GPT 25.5M, fp32, {args.ranks} ranks, batch {args.batch} per rank, {args.rounds} rounds of {args.steps} steps"
+    )
     print(f"{'kind':<12}{'step ms':>9}{'min':>8}{'max':>8}{'over compute':>14}")
     rows = []
     for kind, runs in measured.items():

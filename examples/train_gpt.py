@@ -66,11 +66,15 @@ def evaluate(model: nn.Module, text: Text, batch: int) -> float:
 def options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", type=int, default=3, help="0 replicates, 3 shards parameters, gradients and optimizer")
+    parser.add_argument(
+        "--stage", type=int, default=3, help="0 replicates, 3 shards parameters, gradients and optimizer"
+    )
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
-    parser.add_argument("--data", type=Path, default=Path(sysconfig.get_path("stdlib")), help="a file, or a folder of files")
+    parser.add_argument(
+        "--data", type=Path, default=Path(sysconfig.get_path("stdlib")), help="a file, or a folder of files"
+    )
     return parser.parse_args()
 
 

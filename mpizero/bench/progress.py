@@ -42,7 +42,9 @@ class Progress:
             self._open_bar()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Stop the clocks."""
         self.seconds = time.perf_counter() - self.start
         self.traffic = mz.stats(self.model).copy().since(self.before)
@@ -108,11 +110,16 @@ class Progress:
         return lines
 
     def _open_bar(self) -> None:
-        from rich.console import Console  # noqa: PLC0415  (only a job on a terminal needs it)
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn  # noqa: PLC0415
-        from rich.progress import Progress as Bar  # noqa: PLC0415
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
 
-        columns = (BarColumn(bar_width=10), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[facts]}"))
+        columns = (
+            BarColumn(bar_width=10),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[facts]}"),
+        )
         self._bar = Bar(*columns, console=Console(force_terminal=True))
         self._task = self._bar.add_task("train", total=self.steps, facts="")
         self._bar.start()

@@ -60,7 +60,7 @@ class Text:
 
     def batch(self, count: int, seed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Return `count` random windows and the bytes that follow each of theirs, int64, shape (count, length)."""
-        import torch  # noqa: PLC0415  (the floor works without torch)
+        import torch
 
         draw = random.Random(repr(seed))  # noqa: S311  (no secrets here)
         windows = [torch.frombuffer(bytearray(self._window(draw)), dtype=torch.uint8) for _ in range(count)]

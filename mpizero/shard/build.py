@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,8 +177,10 @@ def describe(plan: Plan, model: nn.Module, stage: int, precision: Precision) -> 
 def make_units(plan: Plan, comm: Any, lifetime: Lifetime, precision: Precision) -> list[Unit]:
     """Build the units: cut their parameters into shards and put these into the modules. Collective."""
     made = []
+    numbers = count()
     for name, (module, groups) in plan.items():
-        made.append(Unit(name, module, [FlatParams(group, comm, lifetime, precision) for group in groups]))
+        flats = [FlatParams(group, comm, lifetime, precision, number=next(numbers)) for group in groups]
+        made.append(Unit(name, module, flats))
     return made
 
 

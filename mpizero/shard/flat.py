@@ -54,9 +54,21 @@ class FlatParams:
       same in fp32, what `no_sync` has kept back.
     """
 
-    def __init__(self, members: list[Member], comm: Any, lifetime: Lifetime, precision: Precision) -> None:
-        """Take over the members' values (rank 0's) and put shards in their place."""
-        self.members, self.comm, self.lifetime = members, comm, lifetime
+    def __init__(
+        self, members: list[Member], comm: Any, lifetime: Lifetime, precision: Precision, *, number: int = 0
+    ) -> None:
+        """Take over the members' values (rank 0's) and put shards in their place.
+
+        Args:
+            members: the parameters.
+            comm: the model's communicator.
+            lifetime: what the stage means.
+            precision: the user's choice.
+            number: which of the model's flat buffers this is; its messages go over channels of their own, so that
+                ranks which are about to move different buffers wait for each other instead of swapping them.
+        """
+        self.members, self.comm, self.lifetime, self.number = members, comm, lifetime, number
+        self.label = members[0].names[0] + (f" and {len(members) - 1} more" if len(members) > 1 else "")
         first = members[0].original
         self.trainable = first.requires_grad
         self.dtype = precision.param if precision.param is not None and first.is_floating_point() else first.dtype
@@ -168,7 +180,8 @@ class FlatParams:
         if not self.aliased:
             full[self.own].copy_(self.master)
         if self.lifetime.cut and self.layout.length:
-            all_gather(full[self.own], self.comm, out=full)
+            with self.comm.channel(2 * self.number, f"parameters {self.label}"):
+                all_gather(full[self.own], self.comm, out=full)
         self.live, self.stale, self.seen = True, False, self.version()
 
     def release(self) -> None:
@@ -219,14 +232,24 @@ class FlatParams:
     def reduce(self) -> None:
         """Average this backward's gradients over the ranks into the accumulator. Collective; ends `incoming`."""
         total = self._take_incoming()
-        size = self.comm.size
-        if size > 1 and self.layout.length:
-            if self.lifetime.cut:
-                part = torch.empty(self.layout.shard_length, dtype=total.dtype)
-                total = reduce_scatter(total, self.comm, op="mean", out=part, order="canonical")
-            else:
-                all_reduce(total, self.comm, op="mean", order="canonical")
-        self._accumulate(total)
+        if self.accumulator is None:
+            return
+        has = [self._adopt(index) for index in range(len(self.shards))]
+        fresh = not any(has) and total.dtype == self.accumulator.dtype
+        part = self._average(total, self.accumulator if fresh else None)
+        if part is not self.accumulator:
+            self._accumulate(part, has)
+
+    def _average(self, total: Tensor, into: Tensor | None) -> Tensor:
+        """Return this rank's part of the gradients' mean over ranks, in `into` or, where that is None, in `total`'s dtype."""
+        if self.comm.size == 1 or not self.layout.length:
+            return total
+        with self.comm.channel(2 * self.number + 1, f"gradients of {self.label}"):
+            if not self.lifetime.cut:
+                return all_reduce(total, self.comm, op="mean", out=into, order="canonical")
+            if into is None:
+                into = torch.empty(self.layout.shard_length, dtype=total.dtype)
+            return reduce_scatter(total, self.comm, op="mean", out=into, order="canonical")
 
     def _take_incoming(self) -> Tensor:
         """Return the local gradients, zero where none arrived, with what `no_sync` kept back."""
@@ -262,11 +285,10 @@ class FlatParams:
             self.unsynced = None
         return dropped
 
-    def _accumulate(self, part: Tensor) -> None:
-        """Add reduced gradients to those that shards already have; start anew where `.grad` is None."""
+    def _accumulate(self, part: Tensor, has: list[bool]) -> None:
+        """Add reduced gradients to those that shards already have (`has`); start anew where `.grad` is None."""
         if self.accumulator is None:
             return
-        has = [self._adopt(index) for index in range(len(self.shards))]
         if not any(has):
             self.accumulator.copy_(part)
         elif all(has):
