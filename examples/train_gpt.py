@@ -10,7 +10,7 @@ import sysconfig
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812  (as in torch's own examples)
 from torch import nn
 
 import mpizero as mz

@@ -13,7 +13,7 @@ from mpizero.plan import sent_per_step
 from mpizero.settings import settings
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from typing_extensions import Self
 
 __all__ = ["Progress", "mib"]
 
@@ -34,7 +34,7 @@ class Progress:
         self._bar: Any = None
         self._task: Any = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         """Start the clocks."""
         self.start = self._last = time.perf_counter()
         self.before = mz.stats(self.model).copy()
@@ -42,9 +42,7 @@ class Progress:
             self._open_bar()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop the clocks."""
         self.seconds = time.perf_counter() - self.start
         self.traffic = mz.stats(self.model).copy().since(self.before)
@@ -93,12 +91,13 @@ class Progress:
         )
         sent = self.traffic.bytes_sent / self.done
         share = f"{(sent / theory - 1):+.1%}" if theory else "none"
-        step = self.seconds / self.done
+        numel = sum(flat.layout.numel for flat in flats)
+        speed = f"{self.seconds / self.done * 1e3:.0f} ms, {self.tokens / self.seconds:,.0f} tokens/s"
+        waiting = f"{self.traffic.wait_seconds / self.seconds:.0%} of it waiting for communication (rank 0)"
         lines = [
-            f"stage {stage} on {ranks} ranks, {self.done} steps, {sum(flat.layout.numel for flat in flats):,} parameters",
+            f"stage {stage} on {ranks} ranks, {self.done} steps, {numel:,} parameters",
             f"  validation loss     {first:.3f} -> {last:.3f}",
-            f"  step                {step * 1e3:.0f} ms, {self.tokens / self.seconds:,.0f} tokens/s, "
-            f"{self.traffic.wait_seconds / self.seconds:.0%} of it waiting for communication (rank 0)",
+            f"  step                {speed}, {waiting}",
             f"  sent per step       {mib(sent)} per rank; theory {mib(theory)} ({share})",
             "  bytes per rank      measured    formula",
         ]

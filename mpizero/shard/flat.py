@@ -241,7 +241,7 @@ class FlatParams:
             self._accumulate(part, has)
 
     def _average(self, total: Tensor, into: Tensor | None) -> Tensor:
-        """Return this rank's part of the gradients' mean over ranks, in `into` or, where that is None, in `total`'s dtype."""
+        """Return this rank's part of the gradients' mean over ranks, in `into` if given, else of `total`'s dtype."""
         if self.comm.size == 1 or not self.layout.length:
             return total
         with self.comm.channel(2 * self.number + 1, f"gradients of {self.label}"):
