@@ -8,27 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 __all__ = ["Expr", "Order", "canonical", "folded", "pairwise", "ring", "show"]
 
 Expr = int | tuple["Expr", "Expr"]
 Order = Callable[[int, int, int], Expr]
 """`(size, chunk, root) -> tree`."""
+Operand = TypeVar("Operand")
 
 
-def pairwise(operands: Sequence[Expr]) -> Expr:
-    """Pair neighbours, carry the odd one, repeat: of five, ((0+1)+(2+3))+4."""
+def pairwise(operands: Sequence[Operand], combine: Callable[[Operand, Operand], Operand]) -> Operand:
+    """Combine neighbours, carry the odd one, repeat: of five, ((0+1)+(2+3))+4."""
     level = list(operands)
     while len(level) > 1:
-        paired: list[Expr] = [(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
+        paired = [combine(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
         level = paired + level[len(level) - len(level) % 2 :]
     return level[0]
+
+
+def _pair(left: Expr, right: Expr) -> Expr:
+    return (left, right)
 
 
 @lru_cache(maxsize=256)
 def canonical(size: int, chunk: int = 0, root: int = 0) -> Expr:  # noqa: ARG001  (an order may depend on all three)
     """Return the canonical order over `size` ranks: the same for every chunk and root."""
-    return pairwise(range(size))
+    ranks: list[Expr] = list(range(size))
+    return pairwise(ranks, _pair)
 
 
 def ring(size: int, chunk: int, root: int) -> Expr:  # noqa: ARG001
@@ -44,7 +51,8 @@ def folded(size: int, chunk: int, root: int) -> Expr:  # noqa: ARG001
     power = 1 << (size.bit_length() - 1)
     extra = size - power
     groups: list[Expr] = [(2 * i, 2 * i + 1) for i in range(extra)]
-    return pairwise([*groups, *range(2 * extra, size)])
+    singles: list[Expr] = list(range(2 * extra, size))
+    return pairwise(groups + singles, _pair)
 
 
 def show(expr: Expr) -> str:

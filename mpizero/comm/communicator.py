@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,7 +56,8 @@ class Communicator:
         _check_launch(module)
         self._comm = mpi_comm.Dup()
         self.transport = MessageTransport(self._comm, settings().timeout if timeout is None else timeout)
-        self.native = NativeCollectives(self._comm, self.transport.timeout)
+        self._native = NativeCollectives(self._comm, self.transport.timeout)
+        self._in_channel = False
         self.rank: int = self.transport.rank
         self.size: int = self.transport.size
         self.stats: Stats = self.transport.stats
@@ -76,9 +77,18 @@ class Communicator:
         finally:
             split.Free()
 
-    def duplicate(self) -> Communicator:
-        """Return a communicator over the same ranks whose traffic cannot meet this one's. Collective."""
+    @cached_property
+    def private(self) -> Communicator:
+        """Return a communicator over the same ranks for mpizero's own use, whose traffic cannot meet this one's.
+
+        The first use is collective; it is the same one each time, since an MPI has only some 2,000 to give.
+        """
         return Communicator(self._comm, timeout=self.transport.timeout)
+
+    @property
+    def native(self) -> NativeCollectives | None:
+        """Return the MPI library's own collectives; None inside a channel."""
+        return None if self._in_channel else self._native
 
     @property
     def mpi(self) -> Any:
@@ -109,7 +119,7 @@ class Communicator:
                 f"{threading.current_thread().name!r}): give each thread its own mpizero.Communicator(...)"
             )
         try:
-            if self.transport.broken or self.native.broken:
+            if self.transport.broken or self._native.broken:
                 raise CollectiveError(
                     f"{what}: the communicator must have finished its earlier collectives (got one that was given up "
                     "by a time-out or a signal): its messages no longer match those of the other ranks, end the job"
@@ -123,16 +133,19 @@ class Communicator:
         """Mark the messages sent inside as belonging to one thing, say a unit of a model.
 
         Messages of different channels never meet: ranks that speak of different things wait, and the time-out's text
-        has the `label`, instead of taking each other's bytes.
+        has the `label`, instead of taking each other's bytes. The MPI library's own collectives know no channels and
+        are not used inside.
 
         Args:
             number: from 0, the same on all ranks; MPI has room for `CHANNELS` of them, beyond that they are shared.
             label: what the messages are about, for errors.
         """
         self.transport.speak_of(number, label)
+        self._in_channel = True
         try:
             yield
         finally:
+            self._in_channel = False
             self.transport.speak_of(None, "")
 
     def abort(self, code: int = 1) -> None:
@@ -143,12 +156,14 @@ class Communicator:
     def close(self) -> None:
         """Free the MPI communicators; collective over the ranks.
 
-        Closes the `node` too. Closing twice does nothing.
+        Closes `node` and `private` too. Closing twice does nothing.
         """
         if self.closed:
             return
         self.closed = True
         self.node.close()
+        if "private" in self.__dict__:
+            self.private.close()
         self._comm.Free()
 
     def __repr__(self) -> str:

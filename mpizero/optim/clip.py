@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mpizero.collectives import all_reduce
+from mpizero.collectives import all_reduce, pairwise
 from mpizero.errors import ArgumentError, must_be
 from mpizero.shard import runtime_of
 
@@ -46,7 +47,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         all_reduce(total, comm, order="canonical")
         square = float(total[0])
     else:
-        square = _pairwise([_square_sum([_pieces(flat, rank) for flat in flats]) for rank in range(comm.size)])
+        parts = [_square_sum([_pieces(flat, rank) for flat in flats]) for rank in range(comm.size)]
+        square = pairwise(parts, operator.add)  # as the all-reduce of the other stages would
     norm = torch.tensor(math.sqrt(square), dtype=torch.float32)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for flat in flats:
@@ -76,11 +78,3 @@ def _square_sum(groups: list[list[Tensor]]) -> float:
             if piece.numel():
                 total += float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2
     return total
-
-
-def _pairwise(parts: list[float]) -> float:
-    """Add in the canonical order, so that stage 0 has the bits of the other stages."""
-    while len(parts) > 1:
-        paired = [parts[i] + parts[i + 1] for i in range(0, len(parts) - 1, 2)]
-        parts = paired + parts[len(parts) - len(parts) % 2 :]
-    return parts[0]

@@ -31,16 +31,12 @@ class Event:
     """The number of the outermost unit concerned."""
     training: bool = True
     grad: bool = True
-    history: int = 0
-    """A checksum of the units gathered and reduced since the last agreement, and of their order."""
-    last: int = 0
-    """The number of the last of these units."""
     flags: int = 0
     """What this rank has found, as bits; the one field in which ranks may differ."""
 
     def code(self) -> list[int]:
         """Return the event as small numbers."""
-        return [EVENTS.index(self.kind), self.unit, int(self.training), int(self.grad), self.last, self.history]
+        return [EVENTS.index(self.kind), self.unit, int(self.training), int(self.grad)]
 
 
 def agree(comm: Any, event: Event, names: list[str], extra: np.ndarray[Any, Any] | None = None) -> np.ndarray[Any, Any]:
@@ -59,17 +55,11 @@ def agree(comm: Any, event: Event, names: list[str], extra: np.ndarray[Any, Any]
     head = np.array([*event.code(), event.flags], np.int32).view(np.uint8)
     table = all_gather(np.concatenate([head, tail]), comm, algorithm="direct").reshape(comm.size, -1)
     heads = np.ascontiguousarray(table[:, : len(head)]).view(np.int32)
-    if (heads[:, :4] != heads[0, :4]).any():
+    if (heads[:, :-1] != heads[0, :-1]).any():
         calls = "; ".join(f"rank {rank}: {_describe(row, names)}" for rank, row in enumerate(heads.tolist()))
         raise ShardError(
             f"all ranks must make the same call on a sharded model (got {calls}): to run the model on some ranks only, "
             "do it inside `with mpizero.unsharded(model):`, entered by all ranks"
-        )
-    if (heads[:, 4:-1] != heads[0, 4:-1]).any():
-        last = "; ".join(f"rank {rank}: {_name(row[4], names)!r}" for rank, row in enumerate(heads.tolist()))
-        raise ShardError(
-            f"all ranks must use the same units in the same order at stage 3 (got, last before {event.kind}, {last}): "
-            "gathers have met other units' gathers; let every rank run every unit, or use stage 2"
         )
     return np.concatenate([heads[:, -1:].astype(np.uint8), table[:, len(head) :]], axis=1)
 
@@ -104,7 +94,3 @@ def _describe(row: list[int], names: list[str]) -> str:
     if EVENTS[kind] != "forward":
         return EVENTS[kind]
     return f"forward of {names[unit]!r} in {'train' if training else 'eval'} mode, {'with' if grad else 'no'} grad"
-
-
-def _name(number: int, names: list[str]) -> str:
-    return names[number] if 0 <= number < len(names) else "?"

@@ -20,7 +20,6 @@ import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -66,7 +65,6 @@ class Runtime:
         self._entered: list[Unit] = []
         self._pending: list[Unit] = []
         """The units that the running backward has yet to reduce, in the order for stages 0 to 2."""
-        self._history, self._last = 0, 0
         self._used = np.zeros(sum(unit.parameters for unit in units), np.uint8)
         self._offsets: dict[int, int] = {}
         for flat in self._trainable():
@@ -252,7 +250,6 @@ class Runtime:
         if unit in self._pending:
             self._pending.remove(unit)
         self._note("reduce", unit)
-        self._remember(unit)
         unit.reduce()
 
     @torch.no_grad()
@@ -360,15 +357,7 @@ class Runtime:
         return any(unit.pins for unit in self.units)
 
     def _agree(self, event: Event, extra: Any = None) -> Any:
-        event = replace(event, history=self._history, last=self._last)
-        self._history, self._last = 0, 0
         return agree(self.comm, event, self._names, extra)
-
-    def _remember(self, unit: Unit) -> None:
-        """Add a collective of a unit to what the next agreement compares, where ranks could differ in it."""
-        if self.lifetime.release_parameters:
-            self._last = self.units.index(unit)
-            self._history = crc32(self._last.to_bytes(4, "little"), self._history) & 0x7FFFFFFF
 
     def _drop_zeroed(self) -> None:
         for flat in self._trainable():
@@ -383,8 +372,6 @@ class Runtime:
         return [flat for unit in self.units for flat in unit.trainable]
 
     def _gather(self, unit: Unit, state: UnitState) -> None:
-        if unit.stale:
-            self._remember(unit)
         self._note("gather" if unit.stale else "show", unit)
         unit.gather(state)
 

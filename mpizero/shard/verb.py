@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mpizero.collectives import broadcast
 from mpizero.comm import Stats, world
 from mpizero.errors import ArgumentTypeError, must_be
+from mpizero.plan import check_stage
 from mpizero.settings import settings
 from mpizero.shard.agree import check_same
 from mpizero.shard.build import UnitRule, describe, make_units, plan_units
@@ -41,7 +42,8 @@ def shard(
 
     Args:
         model: a module whose parameters are in host memory.
-        comm: the ranks to shard over; None means `mpizero.world()`. The model gets a duplicate of its own.
+        comm: the ranks to shard over; None means `mpizero.world()`. Models talk over a
+            duplicate of it.
         stage: 0 replicates everything (plain data parallelism), 1 shards the optimizer's state, 2 gradients as well,
             3 parameters as well. Per parameter and rank, with Adam in fp32: 16, 4+12/p, 4+12/p and 16/p bytes between
             steps; a step sends 2, 2, 2 and 3 times (p-1)/p of the parameters' bytes.
@@ -57,11 +59,11 @@ def shard(
     Collective. Source: Rajbhandari et al., "ZeRO", 2020 (stages); Zhao et al., "PyTorch FSDP", 2023 (units).
     """
     precision = _checked(model, precision)
-    lifetime = lifetime_of(stage, 1)
+    check_stage(stage)
+    grouped = plan_units(model, units)
     comm = world() if comm is None else comm
     lifetime = lifetime_of(stage, comm.size)
-    grouped = plan_units(model, units)
-    comm = comm.duplicate()
+    comm = comm.private
     _set_threads(comm)
     install_step_hooks()
     if lifetime.cut:
@@ -144,10 +146,10 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def stats(model: nn.Module) -> Stats:
-    """Return the counters of what a sharded model has sent, received and waited for since it was sharded.
+    """Return the counters of what a sharded model has sent, received and waited for; take differences of copies.
 
     Args:
-        model: a sharded model.
+        model: a sharded model. Models that were sharded over the same communicator share their counters.
     """
     return runtime_of(model).comm.stats
 

@@ -1,4 +1,4 @@
-"""Ways through a sharded model other than the plain step: odd outputs, recomputation, exceptions, several graphs.
+"""What units return, exceptions, and ranks that do not do the same.
 
 Each is compared with the same model in one process on the joined batch, at every stage, on thread ranks.
 """
@@ -10,114 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from helpers.chains import (
+    Chain,
+    Unit,
+    batch,
+    steps_agree,
+)
 
 import mpizero as mz
 from mpizero.comm import run_loopback
-from mpizero.errors import ArgumentError, ShardError
-from mpizero.shard import runtime_of
+from mpizero.errors import ArgumentError, CollectiveTimeoutError, ShardError
 
-RANKS = 3
 each_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 pytestmark = pytest.mark.filterwarnings("ignore:stage 3 with one unit")
-
-
-class Unit(nn.Module):
-    """A norm (whose backward reads its weight itself, not a view) and a matrix."""
-
-    def __init__(self, width=6):
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
-
-    def forward(self, x):
-        return x + torch.tanh(self.linear(self.norm(x)))
-
-
-class Chain(nn.Module):
-    """Units in a row between two matrices of the root's own; subclasses say how they are called."""
-
-    def __init__(self, unit=Unit, count=2):
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
-            self.units = nn.ModuleList(unit() for _ in range(count))
-
-    def forward(self, x):
-        x = self.first(x)
-        for unit in self.units:
-            x = self.through(unit, x)
-        return self.last(x)
-
-    def through(self, unit, x):
-        return unit(x)
-
-
-def batch(rank, step=0):
-    return torch.randn(2, 6, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def joined(ranks=RANKS, step=0):
-    return torch.cat([batch(rank, step) for rank in range(ranks)])
-
-
-def whole_gradients(comm, model):
-    """Return the reduced gradients as whole tensors; None where a parameter has none."""
-    runtime = runtime_of(model)
-    found = {}
-    for unit in runtime.units:
-        for flat in unit.trainable:
-            whole = torch.zeros(flat.layout.length)
-            for index, shard in enumerate(flat.shards):
-                if shard.grad is not None:
-                    flat.piece_of(whole[flat.own], index).copy_(shard.grad)
-            if flat.lifetime.cut:
-                whole = mz.all_gather(whole[flat.own].clone(), comm)
-            for slot, member, shard in zip(flat.layout.slots, flat.members, flat.shards, strict=True):
-                value = None if shard.grad is None else whole[slot.offset : slot.stop].view(slot.shape).clone()
-                found.update(dict.fromkeys(member.names, value))
-    return found
-
-
-def check_gradients(comm, model, plain):
-    for name, value in whole_gradients(comm, model).items():
-        expected = plain.get_parameter(name).grad
-        assert (value is None) == (expected is None), name
-        if value is not None:
-            torch.testing.assert_close(value, expected, rtol=2e-5, atol=1e-6, msg=lambda text, name=name: name + text)
-    check_at_rest(model)
-
-
-def check_at_rest(model):
-    """Nothing of a step is left behind."""
-    runtime = runtime_of(model)
-    for unit in runtime.units:
-        assert unit.state.value == "sharded"
-        assert unit.calls == unit.entered == unit.open == 0
-        for flat in unit.flats:
-            assert flat.incoming is None
-            assert flat.live is not flat.lifetime.release_parameters
-
-
-def steps_agree(make, stage, run=lambda model, x: model(x).square().mean().backward(), ranks=RANKS, units=(Unit,)):
-    """Compare the gradients of two steps with one process on the joined batch."""
-    original = make()
-
-    def body(comm):
-        plain = copy.deepcopy(original)
-        model = mz.shard(copy.deepcopy(plain), comm, stage=stage, units=set(units))
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
-        for step in range(2):
-            run(plain, joined(ranks, step))
-            run(model, batch(comm.rank, step))
-            check_gradients(comm, model, plain)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        return model
-
-    return run_loopback(ranks, body)
 
 
 # What a unit returns
@@ -217,263 +122,6 @@ def test_a_container_given_to_a_unit_is_the_callers_own_in_bf16(stage):
         assert model.seen == [torch.bfloat16] * 2
 
     run_loopback(2, body)
-
-
-# Ways through the graph
-
-
-@each_stage
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("span", ["unit", "all", "inside"])
-def test_activation_checkpointing(stage, reentrant, span):
-    """S11: right; at most one gather in forward and one in backward per unit and step."""
-
-    class Inside(Unit):
-        def forward(self, x):
-            return checkpoint(super().forward, x, use_reentrant=reentrant)
-
-    class Saving(Chain):
-        def forward(self, x):
-            if span != "all":
-                return super().forward(x)
-            return self.last(
-                checkpoint(lambda x: self.units[1](self.units[0](x)), self.first(x), use_reentrant=reentrant)
-            )
-
-        def through(self, unit, x):
-            return checkpoint(unit, x, use_reentrant=reentrant) if span == "unit" else unit(x)
-
-    kind = Inside if span == "inside" else Unit
-    original = Saving(kind)
-
-    def body(comm):
-        plain = copy.deepcopy(original)
-        model = mz.shard(copy.deepcopy(plain), comm, stage=stage, units={kind})
-        events = []
-        runtime_of(model).trace = lambda event, unit: events.append((event, unit))
-        for m, x in ((plain, joined()), (model, batch(comm.rank))):
-            m(x).square().mean().backward()
-        check_gradients(comm, model, plain)
-        if stage == 3:
-            for number in range(2):
-                assert events.count(("gather", f"units.{number}")) == 2
-
-    run_loopback(RANKS, body)
-
-
-@each_stage
-def test_a_unit_used_twice_in_a_forward(stage):
-    class Twice(Chain):
-        def through(self, unit, x):
-            return unit(x) + unit(unit(x))
-
-    steps_agree(Twice, stage)
-
-
-@each_stage
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_unit_used_twice_under_checkpointing(stage, reentrant, frozen):
-    """Reentrant, each use is a backward of its own: gradients come after their unit seemed complete."""
-
-    class Twice(Chain):
-        def __init__(self):
-            super().__init__()
-            for unit in self.units:
-                unit.norm.requires_grad_(not frozen)
-
-        def through(self, unit, x):
-            return checkpoint(unit, checkpoint(unit, x, use_reentrant=reentrant), use_reentrant=reentrant)
-
-    steps_agree(Twice, stage)
-
-
-@each_stage
-def test_a_unit_used_before_and_after_another(stage):
-    """Its gradients are not complete when the other one is gathered: it is reduced once, after its first call."""
-    events = []
-
-    class Around(Chain):
-        def forward(self, x):
-            one, two = self.units
-            return self.last(one(two(one(self.first(x)))))
-
-    def run(model, x):
-        if hasattr(model, "_mpizero_runtime"):
-            runtime_of(model).trace = lambda event, unit: events.append((event, unit))
-        model(x).square().mean().backward()
-
-    steps_agree(Around, stage, run)
-    assert events.count(("reduce", "units.0")) == events.count(("reduce", "units.1")) == 2 * RANKS
-
-
-@each_stage
-def test_a_unit_that_calls_itself(stage):
-    class Recursive(Unit):
-        def forward(self, x, depth=2):
-            return super().forward(self(x, depth - 1) if depth else x)
-
-    steps_agree(lambda: Chain(Recursive), stage, units=[Recursive])
-
-
-@each_stage
-def test_two_forwards_before_one_backward(stage):
-    steps_agree(Chain, stage, lambda m, x: (m(x).square().mean() + m(2 * x).square().mean()).backward())
-
-
-@each_stage
-def test_two_forwards_before_two_backwards(stage):
-    def run(model, x):
-        losses = [model(scale * x).square().mean() for scale in (1, 2)]
-        for loss in losses:
-            loss.backward()
-
-    steps_agree(Chain, stage, run)
-
-
-@each_stage
-def test_backward_twice_through_a_retained_graph(stage):
-    def run(model, x):
-        loss = model(x).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-    steps_agree(Chain, stage, run)
-
-
-@each_stage
-def test_gradients_with_respect_to_the_input_alone(stage):
-    """Nothing is lost when a backward asks for no parameter's gradient."""
-
-    def run(model, x):
-        leaf = x.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(model(leaf).sum(), leaf)
-        (model(x) * grad).square().mean().backward()
-
-    steps_agree(Chain, stage, run)
-
-
-@each_stage
-def test_the_units_need_not_run_in_the_order_of_their_names(stage):
-    class Backwards(Chain):
-        def forward(self, x):
-            x = self.last(x)
-            for unit in reversed(self.units):
-                x = unit(x)
-            return self.first(x)
-
-    steps_agree(lambda: Backwards(count=3), stage)
-
-
-@each_stage
-def test_nested_units(stage):
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two, self.mix = Unit(), Unit(), nn.Linear(6, 6)
-
-        def forward(self, x):
-            return self.two(self.mix(self.one(x)))
-
-    steps_agree(lambda: Chain(Outer), stage, units=[Outer, Unit])
-
-
-@each_stage
-def test_frozen_parameters_are_there_for_as_long_as_backward_needs_them(stage):
-    """A siamese unit: two calls, and frozen weights that are read after the unit's own gradients are complete."""
-
-    class Adapter(Unit):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(6))
-            self.norm.requires_grad_(requires_grad=False)
-            self.linear.requires_grad_(requires_grad=False)
-
-        def forward(self, x):
-            return super().forward(x) * self.scale
-
-    class Siamese(Chain):
-        def through(self, unit, x):
-            return unit(x) - unit(x.flip(1))
-
-    steps_agree(lambda: Siamese(Adapter), stage, units=[Adapter])
-
-
-@each_stage
-@pytest.mark.parametrize("which", ["first", "last", "middle"])
-def test_a_wholly_frozen_unit(stage, which):
-    def make():
-        model = Chain(count=3)
-        {"first": model.first, "last": model.last, "middle": model.units[1]}[which].requires_grad_(requires_grad=False)
-        return model
-
-    steps_agree(make, stage)
-
-
-@each_stage
-def test_detached_uses_of_a_weight(stage):
-    """A stop-gradient copy of the weight is read after the weight's own gradient has come."""
-
-    class Detached(Unit):
-        def forward(self, x):
-            return torch.tanh(self.linear(nn.functional.linear(self.norm(x), self.linear.weight.detach())))
-
-    steps_agree(lambda: Chain(Detached), stage, units=[Detached])
-
-
-@each_stage
-def test_hooks_of_the_users_see_full_parameters(stage):
-    def make():
-        model = Chain()
-        for unit in model.units:
-            unit.register_forward_pre_hook(lambda m, args: (args[0] + m.linear.weight.sum(),))
-            unit.register_forward_hook(lambda m, _, out: out * m.linear.weight.mean())
-        return model
-
-    steps_agree(make, stage)
-
-
-@each_stage
-def test_sparse_gradients_of_an_embedding(stage):
-    class Looking(nn.Module):
-        def __init__(self):
-            super().__init__()
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(1)
-                self.table, self.unit = nn.Embedding(9, 6, sparse=True), Unit()
-
-        def forward(self, x):
-            return self.unit(self.table((x[:, 0] * 100).long() % 9))
-
-    original = Looking()
-
-    def body(comm):
-        plain = copy.deepcopy(original)
-        model = mz.shard(copy.deepcopy(plain), comm, stage=stage, units={Unit})
-        for m, x in ((plain, joined()), (model, batch(comm.rank))):
-            m(x).square().mean().backward()
-        plain.table.weight.grad = plain.table.weight.grad.to_dense()
-        check_gradients(comm, model, plain)
-
-    run_loopback(RANKS, body)
-
-
-@each_stage
-def test_recurrent_layers_and_lists_of_parameters(stage):
-    """Modules that hold their parameters a second time, in lists of their own."""
-
-    class Lists(nn.Module):
-        def __init__(self):
-            super().__init__()
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(1)
-                self.rnn, self.weight = nn.LSTM(6, 6, batch_first=True), nn.Parameter(torch.randn(6, 6))
-            self.all = [self.weight]
-
-        def forward(self, x):
-            return self.rnn(x[:, None])[0][:, 0] @ self.all[0]
-
-    steps_agree(Lists, stage, units=[nn.LSTM])
 
 
 # Exceptions
@@ -579,7 +227,7 @@ def test_zero_grad_keeps_working(stage, to_none):
 
 
 def test_ranks_that_use_different_units_at_stage_3():
-    """S8: gathers of equal size meet in silence; the next agreement, before any step, names the units."""
+    """S8: gathers of equal size do not meet in silence; the time-out names the parameters of the unit."""
 
     class Choosing(Chain):
         def forward(self, x):
@@ -590,14 +238,10 @@ def test_ranks_that_use_different_units_at_stage_3():
     def body(comm):
         model = mz.shard(copy.deepcopy(original), comm, stage=3, units={Unit})
         model.choice = comm.rank
-        with pytest.raises(ShardError, match=r"same units in the same order.*rank 0: 'units.0'; rank 1: 'units.1'"):
-            model(batch(comm.rank)).sum().backward()
-        model.choice = 0
-        for param in model.parameters():
-            param.grad = None
-        model(batch(comm.rank)).sum().backward()
+        with pytest.raises(CollectiveTimeoutError, match=rf"all_gather .* of parameters units.{comm.rank}.norm.weight"):
+            model(batch(comm.rank))
 
-    run_loopback(2, body)
+    run_loopback(2, body, timeout=1)
 
 
 def test_one_rank_inside_no_sync():
