@@ -42,6 +42,7 @@ def draw_times(axes, result: dict) -> None:
     floor = [t for row, t in zip(rows, times, strict=True) if row["kind"] == "compute"]
     if floor:
         axes.axhline(floor[0], color=FLOOR, linewidth=0.8, linestyle="--")
+    axes.margins(y=0.12)
     axes.set_ylabel("step, ms")
     axes.set_title(f"GPT 25.5M, fp32, {result['ranks']} ranks, batch {result['batch']} per rank", fontsize=9)
     axes.tick_params(axis="x", labelsize=7)
