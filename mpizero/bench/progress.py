@@ -52,6 +52,8 @@ class Progress:
     def step(self, loss: Any, *, tokens: int) -> None:
         """Count a step with this rank's loss and number of tokens. Collective every few steps."""
         self.done += 1
+        if self.done == 1:
+            self._first = mz.stats(self.model).copy()
         self.tokens += tokens * self.comm.size
         if self.done % self._interval() and self.done != self.steps:
             return
@@ -81,6 +83,16 @@ class Progress:
         """Return every how many steps the ranks meet to average the loss: the same on all of them."""
         return max(1, self.steps // 15)
 
+    def _sent_per_step(self) -> float:
+        """Return the bytes that this rank sent per step, of whole steps.
+
+        The first one may lack a gather: at stages 1 and 2 parameters are refreshed in the forward after a step, and the
+        first forward finds those that an evaluation before it has filled.
+        """
+        if self.done == 1:
+            return self.traffic.bytes_sent
+        return (self.before.bytes_sent + self.traffic.bytes_sent - self._first.bytes_sent) / (self.done - 1)
+
     def _summary(self, first: float, last: float) -> list[str]:
         runtime = mz.shard.runtime_of(self.model)
         report = mz.memory_report(self.model, self.optimizer)
@@ -89,7 +101,7 @@ class Progress:
         theory = sum(
             sent_per_step(flat.layout.numel, ranks, stage, working_bytes=flat.full.element_size()) for flat in flats
         )
-        sent = self.traffic.bytes_sent / self.done
+        sent = self._sent_per_step()
         share = f"{(sent / theory - 1):+.1%}" if theory else "none"
         numel = sum(flat.layout.numel for flat in flats)
         speed = f"{self.seconds / self.done * 1e3:.0f} ms, {self.tokens / self.seconds:,.0f} tokens/s"
