@@ -13,17 +13,23 @@ import threading
 import traceback
 from typing import TYPE_CHECKING
 
+from mpizero.comm.raw import mpi
+
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from mpizero.comm.communicator import Communicator
-
-__all__ = ["install_abort_hooks"]
+__all__ = ["abort", "install_abort_hooks"]
 
 _MARK = "_mpizero_abort_hook"
 
 
-def install_abort_hooks(world: Communicator) -> None:
+def abort(code: int) -> None:
+    """End every rank of the job at once with the exit code `code`."""
+    mpi().COMM_WORLD.Abort(code)
+    os._exit(code)  # an MPI whose Abort returns must not let this rank go on
+
+
+def install_abort_hooks() -> None:
     """Make an uncaught exception, in any thread, print its traceback with rank and host and abort the job.
 
     Called with the first communicator of more than one rank, not at import. `MPIZERO_ABORT=0` leaves Python's hooks as
@@ -38,7 +44,7 @@ def install_abort_hooks(world: Communicator) -> None:
             if previous is not sys.__excepthook__:
                 previous(kind, error, trace)
         finally:
-            _end(world, kind, error, trace)
+            _end(kind, error, trace)
 
     def hook_in_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_type is SystemExit:  # ends a thread without a word, as Python does
@@ -47,21 +53,20 @@ def install_abort_hooks(world: Communicator) -> None:
             if previous_in_thread is not threading.__excepthook__:
                 previous_in_thread(args)
         finally:
-            _end(world, args.exc_type, args.exc_value, args.exc_traceback)
+            _end(args.exc_type, args.exc_value, args.exc_traceback)
 
     setattr(hook, _MARK, True)
     sys.excepthook = hook
     threading.excepthook = hook_in_thread
 
 
-def _end(
-    world: Communicator, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
-) -> None:
+def _end(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     """Print the traceback in one write, so that the ranks' texts do not mix, and abort, whatever fails on the way."""
     try:
         text = "".join(traceback.format_exception(kind, error, trace))
+        world = mpi().COMM_WORLD
         head = f"mpizero: rank {world.rank} of {world.size} on {socket.gethostname()} raised; ending the job\n"
         os.write(2, (head + text).encode(errors="replace"))
         sys.stdout.flush()
     finally:
-        world.abort(1)
+        abort(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpizero.comm.abort import install_abort_hooks
+from mpizero.comm.abort import abort, install_abort_hooks
 from mpizero.comm.launch import mixed_launch_message, under_launcher
 from mpizero.comm.messages import MessageTransport
 from mpizero.comm.native import NativeCollectives
@@ -68,7 +67,7 @@ class Communicator:
         self.node = self._find_node(module)
         """The communicator of the ranks that share this rank's memory: itself where all do."""
         if self.size > 1 and settings().abort:
-            install_abort_hooks(self)
+            install_abort_hooks()
 
     def _find_node(self, module: Any) -> Communicator:
         split = self._comm.Split_type(module.COMM_TYPE_SHARED)
@@ -150,8 +149,7 @@ class Communicator:
 
     def abort(self, code: int = 1) -> None:
         """End every rank of the job at once with the exit code `code`."""
-        mpi().COMM_WORLD.Abort(code)
-        os._exit(code)  # an MPI whose Abort returns must not let this rank go on
+        abort(code)
 
     def close(self) -> None:
         """Free the MPI communicators; collective over the ranks.
