@@ -69,8 +69,8 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--stage", type=int, default=3, help="0 replicates, 3 shards parameters, gradients and optimizer"
     )
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of parameters in use")
+    parser.add_argument("--steps", type=int, default=80, help="number of optimizer steps")
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
     parser.add_argument(
         "--data", type=Path, default=Path(sysconfig.get_path("stdlib")), help="a file, or a folder of files"

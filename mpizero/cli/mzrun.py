@@ -125,6 +125,8 @@ def _check_program(program: list[str]) -> None:
             raise ArgumentError(must_be("the module", "one that this Python finds", program[1], remedy))
     elif not Path(program[0]).exists():
         remedy = f"a relative path starts in {Path.cwd()}"
+        if Path(program[0]).name.startswith("python"):
+            remedy = "leave it out, mzrun starts the script with its own Python"
         raise ArgumentError(must_be("the script", "a file that exists", program[0], remedy))
 
 

@@ -4,7 +4,7 @@ In step k partners differ in bit k of their number and exchange half of what the
 rank r ends with chunk r, and the order of summation is pairwise: canonical for powers of two. Other sizes fold: the
 first 2 (p - 2^k) ranks pair up, the even one works for both. log2(p) rounds each way (two more when folded);
 reduce-scatter and all-gather move S (p-1)/p elements, folding S more. Partial sums travel from the second step on.
-Source: Thakur, Rabenseifner, Gropp 2005, sections 4.2 and 4.5; chunk sets as in DESIGN, "One order of summation".
+Source: Thakur, Rabenseifner, Gropp 2005, sections 4.2 and 4.5; the chunk sets are chosen for the order.
 """
 
 from __future__ import annotations

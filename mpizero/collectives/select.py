@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["choose", "native_can", "segment_of"]
 
 SMALL = 16 << 10
-"""Bytes under which the MPI library's own collective is the quickest on a CPU (DESIGN, section 5)."""
+"""Bytes under which the MPI library's own collective is the quickest on a CPU (it posts no Python per message)."""
 MANY = 16
 """Ranks beyond which a message to every peer at once is no longer a good idea, and neighbours are used instead."""
 
@@ -63,7 +63,7 @@ def choose(operation: str, requested: str, order: str, dtype: DType, *, op: str,
 
 
 def native_can(operation: str, dtype: DType, op: str) -> bool:
-    """Return whether MPI's own collective gives the results that DESIGN section 5 promises.
+    """Return whether MPI's own collective gives the results that the verbs promise.
 
     It moves anything, and reduces integers; of floats only sums and products in 32 and 64 bits: no MPI here has a
     bfloat16, all accumulate fp16 in fp16, and max and min of NaN differ from rank to rank.

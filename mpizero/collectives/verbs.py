@@ -46,7 +46,7 @@ def all_reduce(
             NaN; a mean divides in fp32 (float64 in float64) before the one rounding and is refused for integers.
         out: an array of x's shape and dtype for the result; `x` itself is allowed, partial overlap is not.
         algorithm: auto, native, direct, ring, halving_doubling or tree.
-        order: canonical fixes the order of summation (pairs of neighbouring ranks, DESIGN section 2), any leaves it
+        order: canonical fixes the order of summation (((0+1)+(2+3))+4), any leaves it
             to the algorithm.
 
     Returns:

@@ -74,7 +74,11 @@ class MessageTransport:
         start = time.perf_counter()
         finished = False
         try:
-            finished = poll(lambda: self._test_all(requests), self.timeout)
+            finished = poll(
+                lambda: self._test_all(requests),
+                self.timeout,
+                lambda: self._missing(what, "waits for", requests, peers),
+            )
         finally:
             self.stats.wait_seconds += time.perf_counter() - start
             if not finished:
@@ -90,17 +94,21 @@ class MessageTransport:
         """
         return bool(self._abandoned or self._requests)
 
-    def _late(self, what: str, requests: list[Any], peers: list[tuple[str, int]]) -> str:
-        """Say which messages are still missing."""
+    def _missing(self, what: str, verb: str, requests: list[Any], peers: list[tuple[str, int]]) -> str:
+        """Say which messages are still missing, as `all_gather of x: rank 0 of 2 VERB: receive from rank 1`."""
         posted = zip(requests, peers, strict=True)
-        waiting = [f"{verb} rank {peer}" for request, (verb, peer) in posted if not request.Test()]
+        waiting = [f"{kind} rank {peer}" for request, (kind, peer) in posted if not request.Get_status()]
         missing = ", ".join(sorted(set(waiting))) or "nothing any more"
         about = f"{what} of {self._label}" if self._label else what
+        return f"{about}: rank {self.rank} of {self.size} {verb}: {missing}"
+
+    def _late(self, what: str, requests: list[Any], peers: list[tuple[str, int]]) -> str:
+        """Say what a time-out means."""
+        missing = self._missing(what, f"waited {self.timeout:g} s for", requests, peers)
         return (
-            f"{about}: rank {self.rank} of {self.size} waited {self.timeout:g} s for: {missing}. "
-            "Either those ranks are slower than the time-out (MPIZERO_TIMEOUT, seconds) or they never made this call: "
-            "every rank must make the same collective calls in the same order, a forward pass of a sharded model "
-            "included (to evaluate on some ranks only, wrap it in `with mpizero.unsharded(model):` on all of them)"
+            f"{missing}. Either those ranks are slower than the time-out (MPIZERO_TIMEOUT, seconds) or they never made "
+            "this call: every rank must make the same collective calls in the same order, a forward pass of a sharded "
+            "model included (to evaluate on some ranks only, wrap that in `with mpizero.unsharded(model):` on all)"
         )
 
 

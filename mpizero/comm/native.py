@@ -76,7 +76,9 @@ class NativeCollectives:
     def _finish(self, what: str, request: Any) -> None:
         finished = False
         try:
-            finished = poll(request.Test, self._timeout)
+            finished = poll(
+                request.Test, self._timeout, lambda: f"{what} (native): rank {self._comm.rank} waits for its peers"
+            )
         finally:
             if not finished:
                 self._abandoned.append(request)

@@ -22,10 +22,15 @@ YIELDS = 200
 """Polls that give the core away before the first sleep."""
 NAP = 50e-6
 """Seconds of one sleep: short beside a message of 1 MiB, long beside a scheduler's time slice."""
+LATE = 30.0
+"""Seconds after which a rank says, once per wait, what it is waiting for."""
 
 
-def poll(done: Callable[[], bool], timeout: float) -> bool:
-    """Return True as soon as `done()` does, False after `timeout` seconds."""
+def poll(done: Callable[[], bool], timeout: float, missing: Callable[[], str]) -> bool:
+    """Return True as soon as `done()` does, False after `timeout` seconds.
+
+    A wait of more than `LATE` seconds is told on stderr, with what `missing()` says.
+    """
     for _ in range(SPINS):
         if done():
             return True
@@ -33,9 +38,15 @@ def poll(done: Callable[[], bool], timeout: float) -> bool:
         if done():
             return True
         os.sched_yield()
-    deadline = time.monotonic() + timeout
+    start = time.monotonic()
+    told = False
     while not done():
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - start
+        if waited > timeout:
             return False
+        if waited > LATE and not told:
+            told = True
+            text = f"mpizero: waiting since {LATE:.0f} s, of {timeout:g} s (MPIZERO_TIMEOUT): {missing()}\n"
+            os.write(2, text.encode(errors="replace"))
         time.sleep(NAP)
     return True

@@ -6,6 +6,7 @@ The floor and its verb share a name: `mpizero.shard` is this package, and callin
 from __future__ import annotations
 
 import sys
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -38,4 +39,7 @@ class _Verb(ModuleType):
 
 
 _Verb.__call__.__doc__ = _shard.__doc__
-sys.modules[__name__].__class__ = _Verb
+_here = sys.modules[__name__]
+_here.__class__ = _Verb
+_here.__signature__ = signature(_shard)  # type: ignore[attr-defined]
+_here.__doc__ = f"mpizero.shard{signature(_shard)}\n\n{_shard.__doc__}\n\n{__doc__}"

@@ -54,6 +54,11 @@ class ShardHandle(torch.nn.Parameter):
             "code in `with mpizero.unsharded(model):` on all ranks"
         )
 
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Say what it is: the values are a part of the parameter only."""
+        whole = "" if self.__dict__["_mpizero_cut"] else " (whole)"
+        return f"ShardHandle({self.__dict__['_mpizero_name']!r}, this rank's shard{whole}, shape {tuple(self.shape)})"
+
 
 class ShardedParameters(dict[str, Any]):
     """Be a module's `_parameters`: iteration gives what is stored, a look-up hides shards behind handles."""

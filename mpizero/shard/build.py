@@ -59,7 +59,7 @@ def find_units(model: nn.Module, units: UnitRule) -> dict[str, nn.Module]:
 def _predicate(model: nn.Module, units: Any) -> Callable[[nn.Module], bool]:
     if isinstance(units, type):
         units = {units}
-    if isinstance(units, Iterable):
+    if isinstance(units, Iterable) and not isinstance(units, str):
         classes = tuple(units)
         wrong = [item for item in classes if not (isinstance(item, type) and issubclass(item, nn.Module))]
         if wrong or not classes:

@@ -380,11 +380,14 @@ class Runtime:
         unit.reshard()
 
     def _refuse_state(self, unit: Unit, call: str, prefix: str) -> None:
-        if unit.pins:
+        remedy = "call it inside `with mpizero.unsharded(model):`, entered by all ranks"
+        if call == "load_state_dict":
+            remedy = "load before mpizero.shard(...), on rank 0 at least, whose values all ranks start from"
+        elif unit.pins:
             return
         raise ShardError(
-            f"{call} of a sharded model must be called inside `with mpizero.unsharded(model):` on all ranks "
-            f"(got {prefix or unit.name!r} with this rank's shards only)"
+            f"{call} of a sharded model must find parameters whole (got this rank's part of {prefix or unit.name!r}): "
+            f"{remedy}"
         )
 
     def _note(self, event: str, unit: Unit) -> None:
@@ -396,5 +399,7 @@ def runtime_of(model: nn.Module) -> Runtime:
     """Return the runtime that `shard` gave to `model`; raise ShardError for a model that was not sharded."""
     runtime = getattr(model, "_mpizero_runtime", None)
     if not isinstance(runtime, Runtime):
-        raise ShardError(f"model must be one that mpizero.shard was called on (got a plain {type(model).__name__})")
+        raise ShardError(
+            f"model must be one that mpizero.shard was called on (got {type(model).__name__}): pass the model itself"
+        )
     return runtime

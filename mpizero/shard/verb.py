@@ -77,11 +77,11 @@ def shard(
         for flat in unit.flats:
             for param in flat.shards:
                 param._mpizero_owner = runtime  # type: ignore[attr-defined]  # noqa: SLF001
-    if lifetime.release_parameters and len(made) == 1:
+    if lifetime.release_parameters and len(made) == 1 and comm.rank == 0:
         warnings.warn(
             f"stage 3 with one unit ({made[0].name}) gathers all parameters at once and saves no memory at the peak: "
             "pass units={...} with the classes of the model's blocks",
-            stacklevel=2,
+            stacklevel=3,  # past the callable package, to the user's line
         )
     return model
 
