@@ -40,7 +40,7 @@ def test_a_handle_shows_and_hides(world, stage):
     handle = model.first.weight
     assert handle.shape == shard.shape
     assert handle.grad is shard.grad
-    assert "Parameter" in repr(handle)
+    assert "'first.weight', this rank's shard" in repr(handle)
     for use in (
         lambda: handle.data + 1,
         lambda: handle.T,
