@@ -48,6 +48,6 @@ def _positive(name: str, text: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if value <= 0:
+    if not value > 0:  # nan too
         raise ArgumentError(must_be(name, "a positive number of seconds", text))
     return value

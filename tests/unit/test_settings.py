@@ -1,0 +1,31 @@
+"""What users tell mpizero by environment variables."""
+
+import pytest
+
+from mpizero.errors import ArgumentError
+from mpizero.settings import settings
+
+
+def test_without_variables_the_defaults_hold(monkeypatch):
+    for name in ("MPIZERO_TIMEOUT", "MPIZERO_ABORT", "MPIZERO_TTY", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    found = settings()
+
+    assert (found.timeout, found.abort, found.threads, found.terminal) == (600, True, None, False)
+
+
+def test_variables_are_read_at_each_call(monkeypatch):
+    monkeypatch.setenv("MPIZERO_TIMEOUT", "2.5")
+    monkeypatch.setenv("MPIZERO_ABORT", "0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    found = settings()
+
+    assert (found.timeout, found.abort, found.threads) == (2.5, False, 3)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "soon", ""])
+def test_a_time_out_must_be_a_positive_number(monkeypatch, text):
+    monkeypatch.setenv("MPIZERO_TIMEOUT", text)
+
+    with pytest.raises(ArgumentError, match=f"MPIZERO_TIMEOUT must be a positive number of seconds .got '{text}'."):
+        settings()
