@@ -11,7 +11,6 @@ import numpy as np
 import mpizero as mz
 from mpizero.plan import sent_per_step
 from mpizero.settings import settings
-from mpizero.shard import runtime_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -95,6 +94,8 @@ class Progress:
         return (self.before.bytes_sent + self.traffic.bytes_sent - self._first.bytes_sent) / (self.done - 1)
 
     def _summary(self, first: float, last: float) -> list[str]:
+        from mpizero.shard import runtime_of  # loads torch, which `mpizero --help` does without
+
         runtime = runtime_of(self.model)
         report = mz.memory_report(self.model, self.optimizer)
         ranks, stage = self.comm.size, runtime.lifetime.stage
