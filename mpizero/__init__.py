@@ -11,8 +11,20 @@ from typing import Any
 __version__ = "0.1.0"
 
 _WHERE = {
-    "mpizero.collectives": ("all_gather", "all_reduce", "barrier", "broadcast", "reduce", "reduce_scatter"),
-    "mpizero.comm": ("Communicator", "world"),
+    "mpizero.collectives": (
+        "all_gather",
+        "all_reduce",
+        "all_to_all",
+        "barrier",
+        "broadcast",
+        "empty",
+        "gather",
+        "prepare",
+        "reduce",
+        "reduce_scatter",
+        "scatter",
+    ),
+    "mpizero.comm": ("Communicator", "Work", "world"),
     "mpizero.errors": (
         "ArgumentError",
         "ArgumentTypeError",

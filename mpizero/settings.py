@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from mpizero.errors import ArgumentError, must_be
 
@@ -21,6 +22,11 @@ class Settings:
     """`MPIZERO_TIMEOUT`: seconds that a collective waits for its peers before it raises."""
     abort: bool = True
     """`MPIZERO_ABORT`: whether an uncaught exception on one rank ends the whole job."""
+    tuning: Path | None = None
+    """`MPIZERO_TUNING`: where `mpizero tune` writes what `auto` follows; 0 for none. By default a file in the user's
+    cache folder (`XDG_CACHE_HOME`, or `~/.cache`)."""
+    loads: bool = True
+    """`MPIZERO_LOADS`: whether ranks of one host load each other's memory; 0 leaves it to messages."""
     threads: int | None = None
     """`OMP_NUM_THREADS`: the user's own choice of threads per rank; None leaves it to mpizero."""
     terminal: bool = False
@@ -38,9 +44,19 @@ def settings() -> Settings:
     return Settings(
         timeout=_positive("MPIZERO_TIMEOUT", env.get("MPIZERO_TIMEOUT", "600")),
         abort=env.get("MPIZERO_ABORT", "1") != "0",
+        tuning=_tuning(env.get("MPIZERO_TUNING", ""), env.get("XDG_CACHE_HOME", "")),
+        loads=env.get("MPIZERO_LOADS", "1") != "0",
         threads=int(threads) if threads is not None and threads.isdecimal() else None,
         terminal=env.get("MPIZERO_TTY", "0") == "1",
     )
+
+
+def _tuning(text: str, cache: str) -> Path | None:
+    if text == "0":
+        return None
+    if text:
+        return Path(text)
+    return (Path(cache) if cache else Path("~/.cache").expanduser()) / "mpizero" / "tuning.json"
 
 
 def _positive(name: str, text: str) -> float:

@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-__all__ = ["Bytes", "CommunicatorLike", "Order", "ReduceOp", "Transport"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Bytes", "CommunicatorLike", "Order", "ReduceOp", "Transport", "Wait"]
 
 Bytes = np.ndarray[Any, Any]
 """A contiguous one-dimensional numpy array whose memory a message is read from or written to."""
 
 ReduceOp = Literal["sum", "mean", "max", "min", "prod"]
 Order = Literal["any", "canonical"]
+
+
+class Wait(Protocol):
+    """Be one thing that a rank waits for."""
+
+    def done(self) -> bool:
+        """Return whether it has come; never blocks."""
+        ...
+
+    def block(self) -> bool:
+        """Return True once it has come, False after the time-out."""
+        ...
+
+    def overdue(self, seconds: float) -> bool:
+        """Return whether `seconds` is more than the time-out."""
+        ...
+
+    def settle(self, seconds: float, *, finished: bool) -> None:
+        """Be told, once, how long the wait took and whether it was waited out; if not, the wire is broken."""
+        ...
+
+    def late(self) -> Exception:
+        """Return the error of a wait that was given up: it names the call, this rank and the peers that are missing."""
+        ...
 
 
 class Transport(Protocol):
@@ -24,16 +51,26 @@ class Transport(Protocol):
     rank: int
     size: int
 
+    @property
+    def stats(self) -> Any:
+        """Return the counters of what was moved."""
+        ...
+
+    @property
+    def health(self) -> Any:
+        """Return the flag that says whether the wire can still be used."""
+        ...
+
     def send(self, peer: int, data: Bytes) -> None:
-        """Post a send; `data` must stay as it is until `wait` returns."""
+        """Post a send; `data` must stay as it is until the wait is over."""
         ...
 
     def receive(self, peer: int, data: Bytes) -> None:
-        """Post a receive into `data`, which holds the message once `wait` has returned."""
+        """Post a receive into `data`, which holds the message once the wait is over."""
         ...
 
-    def wait(self, what: str) -> None:
-        """Block until everything posted is done; `what` names the caller in the error of a time-out."""
+    def pending(self, what: str) -> Wait | None:
+        """Return the wait for everything posted since the last one, or None; `what` names the caller in errors."""
         ...
 
 
@@ -51,6 +88,11 @@ class CommunicatorLike(Protocol):
         ...
 
     @property
+    def nodes(self) -> tuple[int, ...]:
+        """Return the number of each rank's host, in the order of the hosts' lowest ranks."""
+        ...
+
+    @property
     def transport(self) -> Transport:
         """Return the wire."""
         ...
@@ -60,10 +102,29 @@ class CommunicatorLike(Protocol):
         """Return the MPI library's own collectives, or None where there are none."""
         ...
 
+    @property
+    def board(self) -> Any:
+        """Return the memory that all ranks share, or None where they are on several hosts or cannot share any."""
+        ...
+
+    @property
+    def channel_number(self) -> int:
+        """Return the number of the channel in use, from 1; 0 outside any."""
+        ...
+
+    @property
+    def notes(self) -> dict[Any, Any]:
+        """Return a place for what the floors above remember of this communicator."""
+        ...
+
     def scratch(self, nbytes: int) -> Bytes:
         """Return at least `nbytes` of memory that is kept from call to call."""
         ...
 
-    def exclusive(self, what: str) -> Any:
-        """Return a context manager that refuses a second thread."""
+    def perform(self, what: str, steps: Iterator[Wait]) -> None:
+        """Run a collective's steps to their end, behind those that are under way."""
+        ...
+
+    def submit(self, what: str, steps: Iterator[Wait], result: Any) -> Any:
+        """Run a collective's steps in the background; return a `Work`."""
         ...

@@ -13,6 +13,7 @@ caller turned into an exception would stop one rank of a collective while the ot
 
 from __future__ import annotations
 
+import contextvars
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +22,14 @@ import numpy as np
 if TYPE_CHECKING:
     from mpizero.arrays.view import View
 
-__all__ = ["combine", "copy"]
+__all__ = ["UFUNCS", "Quiet", "combine", "copy"]
 
 Array = np.ndarray[Any, Any]
 
 BLOCK = 32768
 """Elements per block: 128 KiB of fp32, half of a small L2 cache with its operands."""
 
-_UFUNCS: dict[str, np.ufunc] = {
+UFUNCS: dict[str, np.ufunc] = {
     "sum": np.add,
     "mean": np.add,
     "prod": np.multiply,
@@ -39,7 +40,33 @@ _EXACT = {np.maximum, np.minimum}
 """These return one of their operands, so that 16-bit floats need no wider type."""
 
 
-def combine(op: str, dst: View, left: View, right: View, divisor: int = 1) -> None:
+class Quiet:
+    """Be a ufunc of two operands that raises and warns of nothing, at a fraction of what `numpy.errstate` costs.
+
+    numpy 2 keeps its settings in a context variable, so the call runs in a context of its own, where they are off. One
+    thread at a time may use one of these.
+    """
+
+    def __init__(self, ufunc: np.ufunc) -> None:
+        """Hold `ufunc`."""
+        self._ufunc = ufunc
+        self._context = contextvars.copy_context()
+        before = np.geterr()
+        self._context.run(np.seterr, all="ignore")
+        self._apart = np.geterr() == before
+        if not self._apart:  # numpy 1, whose settings are the thread's
+            np.seterr(**before)
+
+    def __call__(self, left: Array, right: Array, out: Array) -> None:
+        """Store `ufunc(left, right)` in `out`."""
+        if self._apart:
+            self._context.run(self._ufunc, left, right, out=out)
+        else:
+            with np.errstate(all="ignore"):
+                self._ufunc(left, right, out=out)
+
+
+def combine(op: str, dst: View, left: View, right: View, divisor: int = 1, *, once: bool = False) -> None:
     """Store `(left op right) / divisor` in `dst`, element by element.
 
     Args:
@@ -48,9 +75,13 @@ def combine(op: str, dst: View, left: View, right: View, divisor: int = 1) -> No
         left: the operand of the lower rank.
         right: the operand of the higher rank.
         divisor: 1 for a partial result, the number of ranks for the final result of a mean.
+        once: whether no other rank computes the same elements. Sums of 16-bit floats then take torch's own addition,
+            where torch is there, whose result has the same bits but for those of a NaN.
     """
+    if once and divisor == 1 and op in {"sum", "mean"} and _add_by_torch(dst, left, right):
+        return
     with np.errstate(all="ignore"):
-        _combine(_UFUNCS[op], dst, left, right, divisor)
+        _combine(UFUNCS[op], dst, left, right, divisor)
 
 
 def copy(dst: View, src: View, divisor: int = 1) -> None:
@@ -76,6 +107,27 @@ def _combine(ufunc: np.ufunc, dst: View, left: View, right: View, divisor: int) 
             ufunc(*operands, out=dst.data[part])
         else:
             _store(dst, part, ufunc(*operands), divisor)
+
+
+def _add_by_torch(*views: View) -> bool:
+    """Add the second and third view into the first, if a 16-bit float is among them and torch is there.
+
+    torch widens a register at a time, adds in fp32 and rounds once. It warns of read-only memory, left to numpy here.
+    """
+    torch = sys.modules.get("torch")
+    halves = any(view.dtype.is_half for view in views)
+    if torch is None or not halves or not all(view.data.flags.writeable for view in views):
+        return False
+    dst, left, right = (
+        _as_torch(torch, view.data, view.dtype.name) if view.dtype.is_half else torch.from_numpy(view.data)
+        for view in views
+    )
+    if dst.dtype == torch.float32 and left.dtype == right.dtype != torch.float32:
+        dst.copy_(left)
+        dst.add_(right)
+    else:
+        torch.add(left, right, out=dst)
+    return True
 
 
 def _wide(view: View, part: slice) -> Array:

@@ -10,10 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from mpizero.arrays.dtypes import DType, dtype_named
+from mpizero.arrays.dtypes import DTYPES, DType, dtype_named
 from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
 
-__all__ = ["Borrowed", "View", "borrow", "check_no_partial_overlap", "kind_of", "new_like", "scratch_view"]
+__all__ = [
+    "Borrowed",
+    "View",
+    "borrow",
+    "check_no_partial_overlap",
+    "flat_memory",
+    "from_memory",
+    "kind_of",
+    "new_like",
+    "parse_dtype",
+    "scratch_view",
+]
 
 OVERLAP_WORK = 100_000
 """Steps that numpy may take to find out whether two strided arrays share an element; beyond, bounds decide."""
@@ -216,3 +227,66 @@ def _layout(x: Any, memory: np.ndarray[Any, Any]) -> tuple[object, ...]:
     strides = tuple(stride for extent, stride in zip(memory.shape, memory.strides, strict=True) if extent > 1)
     order = None if memory.flags.c_contiguous else (memory.shape, strides)
     return (memory.__array_interface__["data"][0], memory.size, x.dtype, order, *flips)
+
+
+def parse_dtype(dtype: Any) -> tuple[DType, str]:
+    """Return the element type that a numpy or torch dtype (or a name) means, and its library.
+
+    Raises:
+        ArgumentTypeError: for a dtype that collectives do not know, and for bfloat16 without torch.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(dtype, torch.dtype):
+        return dtype_named(str(dtype).removeprefix("torch."), "the buffer"), "torch"
+    try:
+        name = np.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    kind = dtype_named(name, "the buffer")
+    if kind.name == "bfloat16":
+        raise ArgumentTypeError(must_be("dtype", "torch.bfloat16, since numpy has none", name))
+    return kind, "numpy"
+
+
+def from_memory(memory: np.ndarray[Any, Any] | None, shape: tuple[int, ...], dtype: DType, library: str) -> Any:
+    """Return bytes as an array of a library, or new memory of its own where there are none.
+
+    Args:
+        memory: contiguous uint8, as many bytes as the array needs; the array keeps it alive.
+        shape: of the array.
+        dtype: of its elements.
+        library: numpy or torch.
+    """
+    if memory is None:
+        memory = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
+    if library == "numpy":
+        return memory.view(dtype.storage).reshape(shape)
+    torch = sys.modules["torch"]
+    return torch.from_numpy(memory).view(getattr(torch, dtype.name)).view(shape)
+
+
+def flat_memory(x: Any) -> np.ndarray[Any, Any] | None:
+    """Return the elements of a plain array as a flat array of their storage; None for one that needs care.
+
+    Plain is what needs no packing: a C-ordered numpy array in native byte order, or a dense C-ordered torch CPU tensor.
+    """
+    if type(x) is np.ndarray:
+        return x.reshape(-1) if x.flags.c_contiguous and x.dtype.isnative else None
+    if (
+        not _is_torch(x)
+        or x.device.type != "cpu"
+        or not x.is_contiguous()
+        or x.is_conj()
+        or x.is_neg()
+        or not x.numel()
+    ):
+        return None
+    kind = _torch_storage(x.dtype)
+    return None if kind is None else np.asarray(_Memory(x.detach().view(-1), kind))
+
+
+@lru_cache(maxsize=64)
+def _torch_storage(dtype: Any) -> str | None:
+    """Return numpy's name for what holds an element of a torch dtype; None for a dtype that collectives do not know."""
+    known = DTYPES.get(str(dtype).removeprefix("torch."))
+    return None if known is None else np.dtype(known.storage).str

@@ -19,6 +19,10 @@ __all__ = ["BAD_USAGE", "COMMANDS", "FAILED", "main"]
 
 COMMANDS = {
     "doctor": "show what mpizero finds on this machine or in this job, and what is wrong with it",
+    "explain": "say which algorithm a collective would take, and why",
+    "plot": "draw results of bin/*_perf: time, bus bandwidth, speed-up over the MPI library",
+    "simulate": "reckon what a collective costs on a cluster, without one",
+    "tune": "measure which algorithm is the quickest at each size; auto follows the result",
     "verify": "train a small model at every stage and check that all give the same bits",
 }
 """Each subcommand, which is also its module's name, with its line of help."""

@@ -12,7 +12,7 @@ from mpizero.collectives.order import canonical
 from mpizero.collectives.registry import register
 from mpizero.collectives.schedule import Copy, Recv, Reduce, Ref, Round, Schedule, Send, Space
 
-__all__ = ["exchange_rounds", "gather_rounds"]
+__all__ = ["accumulators", "exchange_rounds", "gather_rounds", "pairwise_steps"]
 
 
 @register("reduce_scatter", "direct", canonical)
@@ -35,6 +35,19 @@ def all_reduce(size: int, rank: int, root: int = 0) -> Schedule:  # noqa: ARG001
     rounds, accumulators = exchange_rounds(size, rank, Ref(Space.OUT, rank))
     rounds += gather_rounds(size, rank)
     return Schedule(chunks=size, rounds=rounds, raw_slots=size - 1, acc_slots=accumulators)
+
+
+@register("all_to_all", "direct")
+def all_to_all(size: int, rank: int, root: int = 0) -> Schedule:  # noqa: ARG001
+    """Build all-to-all: 1 round, p - 1 messages, S (p-1)/p bytes sent."""
+    own = rank * size + rank
+    messages: list[Send | Recv] = []
+    for distance in range(1, size):
+        target, source = (rank + distance) % size, (rank - distance) % size
+        messages.append(Recv(source, (Ref(Space.OUT, source * size + rank),)))
+        messages.append(Send(target, (Ref(Space.IN, rank * size + target),)))
+    exchange = Round(tuple(messages), (Copy(Ref(Space.OUT, own), Ref(Space.IN, own)),))
+    return Schedule(chunks=size * size, rounds=(exchange,))
 
 
 @register("reduce", "direct", canonical)
@@ -65,7 +78,7 @@ def exchange_rounds(size: int, rank: int, result: Ref) -> tuple[tuple[Round, ...
     for distance in range(1, size):
         target, source = (rank + distance) % size, (rank - distance) % size
         messages += [Recv(source, (pieces[source],)), Send(target, (Ref(Space.IN, target),))]
-    steps, accumulators = _pairwise_steps(pieces, result)
+    steps, accumulators = pairwise_steps(pieces, result)
     return (Round(tuple(messages), steps),), accumulators
 
 
@@ -78,11 +91,18 @@ def gather_rounds(size: int, rank: int) -> tuple[Round, ...]:
     return (Round(tuple(messages)),) if messages else ()
 
 
-def _pairwise_steps(pieces: list[Ref], result: Ref) -> tuple[tuple[Reduce, ...], int]:
+def accumulators(num_pieces: int) -> int:
+    """Return how many accumulators `pairwise_steps` uses when the pieces are in none."""
+    return num_pieces.bit_length() - 1 if num_pieces > 2 else 0
+
+
+def pairwise_steps(pieces: list[Ref], result: Ref, first: int = 0) -> tuple[tuple[Reduce, ...], int]:
     """Return the reductions of `pieces` into `result` in pairwise order, and the accumulator slots that they use.
 
+    Accumulators among the pieces are used up, others are numbered from `first`. One piece alone makes no steps.
+
     Works as a binary counter: a stack of finished subtrees of falling size, two of equal size merging at once. That is
-    the pairwise tree, and needs log2(p) + 1 accumulators instead of p.
+    the pairwise tree, and needs log2(p) accumulators instead of p.
     """
     steps: list[Reduce] = []
     stack: list[tuple[int, Ref]] = []
@@ -99,8 +119,8 @@ def _pairwise_steps(pieces: list[Ref], result: Ref) -> tuple[tuple[Reduce, ...],
             return
         slots = [ref.slot for ref in (left, right) if ref.space is Space.ACC]
         if not slots:
-            slots = [free.pop() if free else used]
-            used = max(used, slots[0] + 1)
+            slots = [free.pop() if free else first + used]
+            used = max(used, slots[0] + 1 - first)
         free.extend(slots[1:])
         target = Ref(Space.ACC, result.chunk, slots[0])
         steps.append(Reduce(target, left, right))

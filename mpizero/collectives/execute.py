@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,9 +11,12 @@ from mpizero.arrays import DType, View, combine, copy, scratch_view
 from mpizero.collectives.schedule import Copy, Recv, Ref, Round, Schedule, Send, Space
 
 if TYPE_CHECKING:
-    from mpizero.typing import Bytes, CommunicatorLike
+    from collections.abc import Iterator
 
-__all__ = ["SCRATCH", "Buffers", "execute"]
+    from mpizero.collectives.buffers import Buffers
+    from mpizero.typing import Bytes, CommunicatorLike, Wait
+
+__all__ = ["SCRATCH", "execute"]
 
 SCRATCH = 8 << 20
 """Bytes of scratch that a collective may use before it is cut in segments.
@@ -25,26 +28,8 @@ the chunk lengths, the dtype and the schedule's slots on rank 0, which every ran
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Buffers:
-    """Say where a schedule's IN and OUT lie."""
-
-    input: View
-    output: View
-    """Empty on a rank that gets no result."""
-    offsets: list[int]
-    """Element offsets of the chunks in the whole buffer."""
-    input_start: int = 0
-    """The whole buffer's element at which `input` begins: a rank that puts in its own chunk has no other."""
-    output_start: int = 0
-    """The same for `output`."""
-    op: str = "sum"
-    divisor: int = 1
-    """What final results are divided by: the number of ranks for a mean."""
-
-
-def execute(schedule: Schedule, buffers: Buffers, comm: CommunicatorLike, *, segment: int, what: str) -> None:
-    """Run one rank's schedule.
+def execute(schedule: Schedule, buffers: Buffers, comm: CommunicatorLike, *, segment: int, what: str) -> Iterator[Wait]:
+    """Run one rank's schedule, step by step: yields where it has to wait.
 
     Args:
         schedule: the rank's own.
@@ -53,10 +38,16 @@ def execute(schedule: Schedule, buffers: Buffers, comm: CommunicatorLike, *, seg
         segment: elements of a chunk to work on at a time, equal on all ranks; see [Note: segments].
         what: the collective's name, for errors.
     """
-    longest = max(stop - start for start, stop in zip(buffers.offsets, buffers.offsets[1:], strict=False))
+    longest = buffers.layout.longest
     step = min(segment, longest) or 1
-    for start in range(0, longest, step):
-        _Run(schedule, buffers, comm, start, step).rounds(what)
+    whole = False
+    try:
+        for start in range(0, longest, step):
+            yield from _Run(schedule, buffers, comm, start, step).rounds(what)
+        whole = True
+    finally:
+        if not whole:
+            comm.transport.health.sound = False
 
 
 class _Run:
@@ -65,22 +56,28 @@ class _Run:
     def __init__(self, schedule: Schedule, buffers: Buffers, comm: CommunicatorLike, start: int, step: int) -> None:
         self.schedule, self.buffers, self.transport = schedule, buffers, comm.transport
         self.start, self.step = start, step
-        self.dtype: DType = buffers.input.dtype
-        self.acc: DType = self.dtype.accumulator(buffers.op)
+        self.dtype, self.op, self.divisor = buffers.arithmetic
+        self.acc: DType = self.dtype.accumulator(self.op)
         raw_bytes = _aligned(schedule.raw_slots * step * self.dtype.itemsize)
         acc_bytes = _aligned(schedule.acc_slots * step * self.acc.itemsize)
         memory = comm.scratch(raw_bytes + acc_bytes) if raw_bytes + acc_bytes else np.empty(0, np.uint8)
         self.raw = scratch_view(memory[:raw_bytes], self.dtype)
         self.accumulators = scratch_view(memory[raw_bytes : raw_bytes + acc_bytes], self.acc)
 
-    def rounds(self, what: str) -> None:
+    def rounds(self, what: str) -> Iterator[Wait]:
         """Run every round."""
         for round_ in self.schedule.rounds:
             unpack = self._post(round_)
-            self.transport.wait(what)
+            early = _is_apart(round_)
+            if early:
+                self._local(round_)
+            wait = self.transport.pending(what)
+            if wait is not None:
+                yield wait
             for packed, refs in unpack:
                 self._unpack(packed, refs)
-            self._local(round_)
+            if not early:
+                self._local(round_)
 
     def _post(self, round_: Round) -> list[tuple[Bytes, tuple[Ref, ...]]]:
         """Post a round's messages, receives first; return those that have to be unpacked afterwards."""
@@ -104,9 +101,20 @@ class _Run:
         return unpack
 
     def _views(self, refs: tuple[Ref, ...]) -> list[Bytes]:
-        """Return the memory of the refs, without empty ones: both ends of a message leave out the same."""
-        views = [self.view(ref).data for ref in refs]
-        return [view for view in views if view.size]
+        """Return the memory of the refs as arrays: chunks that adjoin are one, and empty ones are left out.
+
+        Both ends of a message leave out the same, and its bytes are the same however they are joined.
+        """
+        runs: list[tuple[View, int, int]] = []
+        for ref in refs:
+            pool, start, stop = self._place(ref)
+            if start == stop:
+                continue
+            if runs and runs[-1][0] is pool and runs[-1][2] == start:
+                runs[-1] = (pool, runs[-1][1], stop)
+            else:
+                runs.append((pool, start, stop))
+        return [pool.data[start:stop] for pool, start, stop in runs]
 
     def _unpack(self, packed: Bytes, refs: tuple[Ref, ...]) -> None:
         position = 0
@@ -117,27 +125,51 @@ class _Run:
     def _local(self, round_: Round) -> None:
         for step in round_.local:
             target = self.view(step.dst)
-            divisor = self.buffers.divisor if step.dst.space is Space.OUT else 1
+            divisor = self.divisor if step.dst.space is Space.OUT else 1
             if isinstance(step, Copy):
                 source = self.view(step.src)
                 if source.data.ctypes.data != target.data.ctypes.data or divisor != 1:
                     copy(target, source, divisor)
             else:
-                combine(self.buffers.op, target, self.view(step.left), self.view(step.right), divisor)
+                combine(self.op, target, self.view(step.left), self.view(step.right), divisor)
 
     def view(self, ref: Ref) -> View:
         """Return the memory of a ref within this segment."""
-        offsets = self.buffers.offsets
-        low, high = offsets[ref.chunk] + self.start, offsets[ref.chunk + 1]
-        low, high = min(low, high), min(low + self.step, high)
+        pool, start, stop = self._place(ref)
+        return pool.part(start, stop)
+
+    def _place(self, ref: Ref) -> tuple[View, int, int]:
+        """Return where a ref lies within this segment: the memory, and its elements from where to where."""
+        layout = self.buffers.layout
+        length = max(0, min(self.step, layout.length(ref.chunk) - self.start))
         if ref.space is Space.IN:
-            start = low - self.buffers.input_start
-            return self.buffers.input.part(start, start + high - low)
+            start = layout.input_at(ref.chunk) + self.start
+            return self.buffers.input, start, start + length
         if ref.space is Space.OUT:
-            start = low - self.buffers.output_start
-            return self.buffers.output.part(start, start + high - low)
+            start = layout.output_at(ref.chunk) + self.start
+            return self.buffers.output, start, start + length
         pool = self.raw if ref.space is Space.RAW else self.accumulators
-        return pool.part(ref.slot * self.step, ref.slot * self.step + high - low)
+        return pool, ref.slot * self.step, ref.slot * self.step + length
+
+
+@lru_cache(maxsize=4096)
+def _is_apart(round_: Round) -> bool:
+    """Return whether a round's local steps touch nothing that its messages touch: they may run meanwhile.
+
+    In an in-place call IN and OUT are the same memory, so chunks are compared, whatever the space; slots are compared
+    by themselves.
+    """
+    if not round_.local or not round_.messages:
+        return False
+    sent = {_cell(ref) for step in round_.messages for ref in step.refs}
+    return not any(_cell(ref) in sent for step in round_.local for ref in step)
+
+
+def _cell(ref: Ref) -> tuple[bool, str, int]:
+    """Return a name for memory that two refs share or not."""
+    if ref.space is Space.IN or ref.space is Space.OUT:
+        return (True, "", ref.chunk)
+    return (False, ref.space.value, ref.slot)
 
 
 def _aligned(nbytes: int) -> int:

@@ -15,11 +15,11 @@ from mpizero.collectives import order
 from mpizero.collectives.registry import register
 from mpizero.collectives.schedule import Copy, Recv, Reduce, Ref, Round, Schedule, Send, Space
 
-__all__: list[str] = []
+__all__ = ["Fold"]
 
 
 @dataclass(frozen=True)
-class _Fold:
+class Fold:
     """Hold how `size` ranks are folded into a power of two of groups."""
 
     size: int
@@ -67,7 +67,7 @@ class _Fold:
 @register("reduce_scatter", "halving", order.folded)
 def reduce_scatter(size: int, rank: int, root: int = 0) -> Schedule:  # noqa: ARG001
     """Build reduce-scatter by recursive halving."""
-    fold = _Fold(size, rank)
+    fold = Fold(size, rank)
     rounds = [*_fold_in(fold), *_halve(fold, finish_partner=False)]
     if fold.partner is not None:
         mine = Ref(Space.ACC, max(rank, fold.partner), max(rank, fold.partner))
@@ -81,7 +81,7 @@ def reduce_scatter(size: int, rank: int, root: int = 0) -> Schedule:  # noqa: AR
 @register("all_gather", "doubling")
 def all_gather(size: int, rank: int, root: int = 0) -> Schedule:  # noqa: ARG001
     """Build all-gather by recursive doubling."""
-    fold = _Fold(size, rank)
+    fold = Fold(size, rank)
     rounds = [Round((), (Copy(Ref(Space.OUT, rank), Ref(Space.IN, rank)),))]
     if fold.partner is not None:
         kind = Recv if fold.works else Send
@@ -94,12 +94,12 @@ def all_gather(size: int, rank: int, root: int = 0) -> Schedule:  # noqa: ARG001
 @register("all_reduce", "halving_doubling", order.folded)
 def all_reduce(size: int, rank: int, root: int = 0) -> Schedule:  # noqa: ARG001
     """Build all-reduce as recursive halving, then doubling: 2 log2(p) rounds, 2 S (p-1)/p elements sent."""
-    fold = _Fold(size, rank)
+    fold = Fold(size, rank)
     rounds = [*_fold_in(fold), *_halve(fold, finish_partner=True), *_double(fold), *_fold_out(fold, skip=None)]
     return Schedule(chunks=size, rounds=tuple(rounds), raw_slots=size, acc_slots=2 * size)
 
 
-def _fold_in(fold: _Fold) -> list[Round]:
+def _fold_in(fold: Fold) -> list[Round]:
     """Sum the whole buffers of a folded pair on its worker: slot c of ACC then holds chunk c."""
     if fold.partner is None:
         return []
@@ -111,7 +111,7 @@ def _fold_in(fold: _Fold) -> list[Round]:
     return [Round((Recv(fold.partner, raw),), adds)]
 
 
-def _halve(fold: _Fold, *, finish_partner: bool) -> list[Round]:
+def _halve(fold: Fold, *, finish_partner: bool) -> list[Round]:
     """Halve until the worker holds the sums of its group's chunks; its own ends in OUT.
 
     Args:
@@ -151,7 +151,7 @@ def _held(chunk: int, *, raw: bool) -> Ref:
     return Ref(Space.IN, chunk) if raw else Ref(Space.ACC, chunk, chunk)
 
 
-def _double(fold: _Fold) -> list[Round]:
+def _double(fold: Fold) -> list[Round]:
     """Exchange what is held with partners of ever lower bits until every worker has every chunk in OUT."""
     if not fold.works:
         return []
@@ -165,7 +165,7 @@ def _double(fold: _Fold) -> list[Round]:
     return rounds
 
 
-def _fold_out(fold: _Fold, *, skip: int | None) -> list[Round]:
+def _fold_out(fold: Fold, *, skip: int | None) -> list[Round]:
     """Give a folded partner the whole result, but for the chunk `skip` that it has."""
     if fold.partner is None:
         return []

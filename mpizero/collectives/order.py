@@ -10,11 +10,22 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
-__all__ = ["Expr", "Order", "canonical", "folded", "pairwise", "ring", "show"]
+__all__ = [
+    "Expr",
+    "Order",
+    "canonical",
+    "canonical_over",
+    "descending",
+    "folded",
+    "folded_over",
+    "pairwise",
+    "ring",
+    "show",
+]
 
 Expr = int | tuple["Expr", "Expr"]
-Order = Callable[[int, int, int], Expr]
-"""`(size, chunk, root) -> tree`."""
+Order = Callable[..., Expr]
+"""`(size, chunk, root) -> tree`; with a fourth argument where the algorithm takes nodes or pieces."""
 Operand = TypeVar("Operand")
 
 
@@ -34,8 +45,12 @@ def _pair(left: Expr, right: Expr) -> Expr:
 @lru_cache(maxsize=256)
 def canonical(size: int, chunk: int = 0, root: int = 0) -> Expr:  # noqa: ARG001  (an order may depend on all three)
     """Return the canonical order over `size` ranks: the same for every chunk and root."""
-    ranks: list[Expr] = list(range(size))
-    return pairwise(ranks, _pair)
+    return canonical_over(range(size))
+
+
+def canonical_over(operands: Sequence[Expr]) -> Expr:
+    """Return the canonical order over some ranks, or over groups that are summed already."""
+    return pairwise(operands, _pair)
 
 
 def ring(size: int, chunk: int, root: int) -> Expr:  # noqa: ARG001
@@ -46,13 +61,24 @@ def ring(size: int, chunk: int, root: int) -> Expr:  # noqa: ARG001
     return expr
 
 
+def descending(size: int, chunk: int, root: int) -> Expr:  # noqa: ARG001
+    """Return the order of pairwise exchange: chunk c starts at rank c, and the ranks below add theirs one by one."""
+    expr: Expr = chunk
+    for step in range(1, size):
+        expr = (expr, (chunk - step) % size)
+    return expr
+
+
 def folded(size: int, chunk: int, root: int) -> Expr:  # noqa: ARG001
     """Return the order of recursive halving: the first pairs are folded until a power of two is left, then pairwise."""
-    power = 1 << (size.bit_length() - 1)
-    extra = size - power
-    groups: list[Expr] = [(2 * i, 2 * i + 1) for i in range(extra)]
-    singles: list[Expr] = list(range(2 * extra, size))
-    return pairwise(groups + singles, _pair)
+    return folded_over(range(size))
+
+
+def folded_over(operands: Sequence[Expr]) -> Expr:
+    """Return the order of recursive halving over some ranks, or over groups that are summed already."""
+    extra = len(operands) - (1 << (len(operands).bit_length() - 1))
+    pairs: list[Expr] = [(operands[2 * i], operands[2 * i + 1]) for i in range(extra)]
+    return canonical_over([*pairs, *operands[2 * extra :]])
 
 
 def show(expr: Expr) -> str:

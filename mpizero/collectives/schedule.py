@@ -1,6 +1,7 @@
 """What a collective algorithm is: data.
 
-A builder is a pure function `(size, rank, root) -> Schedule`. A schedule is a list of rounds; a round is a few messages
+A builder is a pure function `(size, rank, root) -> Schedule`; where an algorithm depends on placement or on a number of
+pipelined pieces, it takes that too. A schedule is a list of rounds; a round is a few messages
 and then a few local steps over numbered chunks. The same object is executed over a transport (`execute`), proven by
 symbolic simulation of all ranks (`simulate`), counted (`sent_bytes`) and printed (`show`).
 
@@ -89,7 +90,8 @@ class Schedule:
     """Hold what one rank does in one collective."""
 
     chunks: int
-    """Into how many chunks the buffer is cut: the number of ranks, or 1."""
+    """Into how many chunks the buffer is cut: one per rank (per pair of ranks in all-to-all) where a chunk is some
+    rank's, else any number, as lanes and pipelined pieces ask for."""
     rounds: tuple[Round, ...]
     raw_slots: int = 0
     """Chunk-sized scratch blocks in the caller's dtype."""

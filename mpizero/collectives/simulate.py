@@ -1,6 +1,6 @@
 """Prove a builder: run the schedules of all ranks on symbols instead of numbers.
 
-What is proven for one (operation, algorithm, size, root), with chunks of any length including none:
+What is proven for one (operation, algorithm, size, root, nodes or pieces), with chunks of any length including none:
 
 - no deadlock and no leftovers: every send is met by a receive and back, under rendezvous (a round ends when its
   messages are taken);
@@ -9,7 +9,8 @@ What is proven for one (operation, algorithm, size, root), with chunks of any le
 - nothing is read before it is written, and nothing is overwritten while it is being sent;
 - the input survives, or, in place, is overwritten by results only;
 - every rank ends with the results that the operation promises: each the sum of every rank's part exactly once, in the
-  declared order, as the very same expression on all ranks, rounded, and for a mean divided, once;
+  declared order, as the very same expression on all ranks, rounded, and for a mean divided, once; where nothing is
+  summed, the part of the one rank that it comes from;
 - for a barrier: that every rank has heard, directly or not, of all others.
 """
 
@@ -23,6 +24,8 @@ from mpizero.collectives.registry import OPERATIONS, Algorithm, Operation
 from mpizero.collectives.schedule import Copy, Recv, Reduce, Ref, Round, Schedule, Send, Space
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mpizero.collectives.order import Expr
 
 __all__ = ["ScheduleError", "Simulated", "simulate"]
@@ -63,30 +66,57 @@ class _Rank:
         return self.position == len(self.schedule.rounds)
 
 
-def simulate(algorithm: Algorithm, size: int, root: int = 0, *, in_place: bool = False) -> Simulated:
+def simulate(
+    algorithm: Algorithm,
+    size: int,
+    root: int = 0,
+    *,
+    in_place: bool = False,
+    nodes: tuple[int, ...] = (),
+    pieces: int = 1,
+) -> Simulated:
     """Run every rank's schedule and check all that this module's docstring lists.
 
     Args:
         algorithm: which builder.
         size: number of ranks.
         root: the root of a rooted operation.
-        in_place: whether IN and OUT are the same memory.
+        in_place: whether IN and OUT are the same memory; in all-to-all they never are.
+        nodes: the node number of each rank, for algorithms that take `nodes`; none means that all are on one node.
+        pieces: in how many pieces each part is cut, for algorithms that take `pieces`.
 
     Raises:
         ScheduleError: if the builder is wrong; the text says rank, round and step.
     """
-    return _World(algorithm, size, root, in_place=in_place).run()
+    schedules = [algorithm.schedule(size, rank, root, nodes=nodes, pieces=pieces) for rank in range(size)]
+
+    def tree(chunk: int) -> Expr:
+        if algorithm.order is None:
+            raise ScheduleError(f"{algorithm.name} reduces and declares no order")
+        return algorithm.tree(size, chunk, root, nodes=nodes, pieces=pieces)
+
+    return _World(OPERATIONS[algorithm.operation], schedules, root, tree, in_place=in_place).run()
 
 
 class _World:
     """Run all ranks of one collective."""
 
-    def __init__(self, algorithm: Algorithm, size: int, root: int, *, in_place: bool) -> None:
-        self.operation: Operation = OPERATIONS[algorithm.operation]
-        self.algorithm, self.size, self.root, self.in_place = algorithm, size, root, in_place
-        schedules = [algorithm.build(size, rank, root) for rank in range(size)]
-        if len({schedule.chunks for schedule in schedules}) != 1:
+    def __init__(
+        self,
+        operation: Operation,
+        schedules: list[Schedule],
+        root: int,
+        tree: Callable[[int], Expr],
+        *,
+        in_place: bool,
+    ) -> None:
+        self.operation, self.size, self.root, self.tree = operation, len(schedules), root, tree
+        self.in_place = in_place and operation.input != "row"
+        cuts = {schedule.chunks for schedule in schedules}
+        if len(cuts) != 1:
             raise ScheduleError("ranks cut the buffer into different numbers of chunks")
+        if operation.chunks(self.size) not in {None, *cuts}:
+            raise ScheduleError(f"{operation.name} on {self.size} ranks is cut into {cuts.pop()} chunks")
         self.ranks = [
             _Rank(schedule, self._start(schedule, rank), heard={rank}) for rank, schedule in enumerate(schedules)
         ]
@@ -114,12 +144,19 @@ class _World:
 
     def _start(self, schedule: Schedule, rank: int) -> dict[Ref, tuple[int, Expr]]:
         """Return the memory of a rank before the collective; every value is that rank's own part."""
-        kind = self.operation.input
-        if kind == "root" and rank != self.root:
-            return {}
-        space = Space.OUT if kind == "root" else Space.IN
-        chunks = [rank] if kind == "chunk" else range(schedule.chunks)
+        space = Space.OUT if self.operation.input == "root" else Space.IN
+        chunks = self._chunks(self.operation.input, rank, schedule.chunks)
         return {self._place(Ref(space, chunk)): (chunk, rank) for chunk in chunks}
+
+    def _chunks(self, kind: str, rank: int, chunks: int) -> range:
+        """Return the chunks that a rank puts in or gets, of an operation's `input` or `output` kind."""
+        if kind in {"root", "source"} and rank != self.root:
+            return range(0)
+        if kind == "chunk":
+            return range(rank, rank + 1)
+        if kind == "row":
+            return range(rank * self.size, (rank + 1) * self.size)
+        return range(rank, chunks, self.size) if kind == "column" else range(chunks)
 
     def _place(self, ref: Ref) -> Ref:
         """Return a name for the bytes of a ref: a slot holds one chunk at a time; in place, IN and OUT are the same."""
@@ -221,9 +258,8 @@ class _World:
         if ref.space is Space.RAW or ref.space is Space.ACC:
             held = ref.slot < (schedule.raw_slots if ref.space is Space.RAW else schedule.acc_slots)
         else:
-            holds = self.operation.input if ref.space is Space.IN else self.operation.output
-            held = holds != "chunk" or ref.chunk == rank
-            held = held and not (ref.space is Space.OUT and holds == "root" and rank != self.root)
+            kind = self.operation.input if ref.space is Space.IN else self.operation.output
+            held = kind == "whole" or ref.chunk in self._chunks(kind, rank, schedule.chunks)
         if not held or not 0 <= ref.chunk < schedule.chunks:
             raise ScheduleError(f"rank {rank} round {state.position}: {ref} is outside the rank's memory")
 
@@ -244,10 +280,10 @@ class _World:
 
     def _order_of(self, chunk: int) -> Expr:
         if self.operation.reduces:
-            if self.algorithm.order is None:
-                raise ScheduleError(f"{self.algorithm.name} reduces and declares no order")
-            return self.algorithm.order(self.size, chunk, self.root)
-        return self.root if self.operation.rooted else chunk
+            return self.tree(chunk)
+        if self.operation.input in {"root", "source"}:
+            return self.root
+        return chunk // self.size if self.operation.input == "row" else chunk
 
     def _check_results(self) -> None:
         for rank, state in enumerate(self.ranks):
@@ -255,9 +291,7 @@ class _World:
                 if len(state.heard) != self.size:
                     raise ScheduleError(f"rank {rank} passes the barrier without having heard of all ranks")
                 continue
-            everything = range(state.schedule.chunks)
-            wanted = {"whole": everything, "chunk": [rank], "root": everything if rank == self.root else []}
-            for chunk in wanted[self.operation.output]:
+            for chunk in self._chunks(self.operation.output, rank, state.schedule.chunks):
                 _, got = state.memory.get(Ref(Space.OUT, chunk), (chunk, None))
                 if got != self._promised(chunk):
                     raise ScheduleError(f"rank {rank} ends with {got} in chunk {chunk}, not {self._promised(chunk)}")

@@ -13,35 +13,39 @@ from mpizero.collectives.order import canonical
 from mpizero.collectives.registry import register
 from mpizero.collectives.schedule import Copy, Recv, Reduce, Ref, Round, Schedule, Send, Space
 
-__all__: list[str] = []
+__all__ = ["broadcast_rounds", "children", "reduce_rounds", "subtree"]
 
 WHOLE = 0
 """The one chunk of these schedules."""
+OUT = Ref(Space.OUT, WHOLE)
 
 
 @register("broadcast", "tree")
 def broadcast(size: int, rank: int, root: int = 0) -> Schedule:
     """Build broadcast: ceil(log2 p) rounds, S bytes each."""
-    return Schedule(chunks=1, rounds=_broadcast_rounds(size, rank, root))
+    return Schedule(chunks=1, rounds=broadcast_rounds(size, rank, root))
 
 
 @register("reduce", "tree", canonical)
 def reduce(size: int, rank: int, root: int = 0) -> Schedule:
     """Build reduce: ceil(log2 p) rounds, every rank but the root sends S elements once."""
-    return Schedule(chunks=1, rounds=_reduce_rounds(size, rank, root), raw_slots=1, acc_slots=2)
+    return Schedule(chunks=1, rounds=reduce_rounds(size, rank, root), raw_slots=1, acc_slots=2)
 
 
 @register("all_reduce", "tree", canonical)
 def all_reduce(size: int, rank: int, root: int = 0) -> Schedule:  # noqa: ARG001
     """Build all-reduce as reduce to rank 0 and broadcast: 2 ceil(log2 p) rounds, at most S elements per message."""
-    rounds = _reduce_rounds(size, rank, 0) + _broadcast_rounds(size, rank, 0)
+    rounds = reduce_rounds(size, rank, 0) + broadcast_rounds(size, rank, 0)
     return Schedule(chunks=1, rounds=rounds, raw_slots=1, acc_slots=2)
 
 
-def _reduce_rounds(size: int, rank: int, root: int) -> tuple[Round, ...]:
-    """Return this rank's rounds: it merges groups that it hosts, until it sends its partial result away."""
+def reduce_rounds(size: int, rank: int, root: int, result: Ref = OUT) -> tuple[Round, ...]:
+    """Return this rank's rounds: it merges groups that it hosts, until it sends its partial result away.
+
+    The root's sum ends in `result`. One rank alone sums nothing: it copies its part to OUT, and elsewhere not at all.
+    """
     if size == 1:
-        return (Round((), (Copy(Ref(Space.OUT, WHOLE), Ref(Space.IN, WHOLE)),)),)
+        return (Round((), (Copy(OUT, Ref(Space.IN, WHOLE)),)),) if result == OUT else ()
     rounds = []
     held = Ref(Space.IN, WHOLE)
     width = 1
@@ -57,7 +61,7 @@ def _reduce_rounds(size: int, rank: int, root: int) -> tuple[Round, ...]:
             losers = width if loser == left else min(start + 2 * width, size) - middle
             arriving = Ref(Space.RAW, WHOLE) if losers == 1 else Ref(Space.ACC, WHOLE, 1)
             last = 2 * width >= size
-            target = Ref(Space.OUT, WHOLE) if last else Ref(Space.ACC, WHOLE, 0)
+            target = result if last else Ref(Space.ACC, WHOLE, 0)
             operands = (held, arriving) if rank == left else (arriving, held)
             rounds.append(Round((Recv(loser, (arriving,)),), (Reduce(target, *operands),)))
             held = Ref(Space.ACC, WHOLE, 0)
@@ -70,7 +74,7 @@ def _host(start: int, stop: int, root: int) -> int:
     return root if start <= root < stop else start
 
 
-def _broadcast_rounds(size: int, rank: int, root: int) -> tuple[Round, ...]:
+def broadcast_rounds(size: int, rank: int, root: int) -> tuple[Round, ...]:
     """Return this rank's rounds: it receives once, from the rank without its highest bit, then feeds farther ones."""
     buffer = (Ref(Space.OUT, WHOLE),)
     virtual = (rank - root) % size
@@ -83,3 +87,14 @@ def _broadcast_rounds(size: int, rank: int, root: int) -> tuple[Round, ...]:
         rounds.append(Round((Send((virtual + reach + root) % size, buffer),)))
         reach <<= 1
     return tuple(rounds)
+
+
+def subtree(size: int, virtual: int) -> range:
+    """Return the ranks below one, itself included, of the binomial tree in which they are neighbours."""
+    return range(virtual, min(size, virtual + (virtual & -virtual))) if virtual else range(size)
+
+
+def children(size: int, virtual: int) -> list[int]:
+    """Return a rank's children in that tree, the nearest first; its parent is the rank without its lowest bit."""
+    below = subtree(size, virtual)
+    return [virtual + (1 << step) for step in range((len(below) - 1).bit_length())]

@@ -1,7 +1,20 @@
 """Who we talk to, and over which wire. Knows no algorithms and no reductions; the only floor that imports mpi4py."""
 
+from mpizero.comm.board import CELL, WORDS
 from mpizero.comm.communicator import Communicator, world
+from mpizero.comm.heap import mappings
 from mpizero.comm.loopback import LoopbackCommunicator, run_loopback
+from mpizero.comm.progress import Work
 from mpizero.comm.stats import Stats
 
-__all__ = ["Communicator", "LoopbackCommunicator", "Stats", "run_loopback", "world"]
+__all__ = [
+    "CELL",
+    "WORDS",
+    "Communicator",
+    "LoopbackCommunicator",
+    "Stats",
+    "Work",
+    "mappings",
+    "run_loopback",
+    "world",
+]

@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import socket
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpizero.comm.abort import abort, install_abort_hooks
+from mpizero.comm.board import Board, make_board
+from mpizero.comm.describe import machine
+from mpizero.comm.health import Health
+from mpizero.comm.heap import Heap
 from mpizero.comm.launch import mixed_launch_message, under_launcher
 from mpizero.comm.messages import MessageTransport
 from mpizero.comm.native import NativeCollectives
+from mpizero.comm.pingpong import measure_links
+from mpizero.comm.progress import Queue, Work
 from mpizero.comm.raw import mpi
+from mpizero.comm.waiting import drive
 from mpizero.errors import ArgumentTypeError, CollectiveError, LaunchError, must_be
 from mpizero.settings import settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sized
 
     from mpizero.comm.stats import Stats
-    from mpizero.typing import Bytes
+    from mpizero.typing import Bytes, Wait
 
 __all__ = ["Communicator", "world"]
+
+LARGE = 1 << 20
+SLOW = 3e9
+"""Bytes per second below which a link is taken to be TCP; InfiniBand and its like are above."""
 
 
 class Communicator:
@@ -54,18 +65,32 @@ class Communicator:
             raise ArgumentTypeError(must_be("mpi_comm", "an mpi4py intracommunicator", got, "pass MPI.COMM_WORLD"))
         _check_launch(module)
         self._comm = mpi_comm.Dup()
-        self.transport = MessageTransport(self._comm, settings().timeout if timeout is None else timeout)
-        self._native = NativeCollectives(self._comm, self.transport.timeout)
-        self._in_channel = False
+        self.health = Health()
+        self.transport = MessageTransport(self._comm, settings().timeout if timeout is None else timeout, self.health)
+        self._native = NativeCollectives(self._comm, self.transport.timeout, self.health)
+        self.channel_number = 0
+        """The channel in use, from 1; 0 outside any."""
         self.rank: int = self.transport.rank
         self.size: int = self.transport.size
         self.stats: Stats = self.transport.stats
         self.closed = False
         self._scratch = np.empty(0, np.uint8)
         self._busy = threading.Lock()
+        self._queue = Queue()
+        self.under_way: Sized = self._queue.jobs
+        """The collectives in the background that are not over."""
+        self._in_background = module.Query_thread() == module.THREAD_MULTIPLE
+        self.notes: dict[Any, Any] = {}
+        """What the floors above remember of this communicator."""
         self.hosts: tuple[str, ...] = tuple(self._comm.allgather(socket.gethostname()))
         self.node = self._find_node(module)
         """The communicator of the ranks that share this rank's memory: itself where all do."""
+        self.nodes: tuple[int, ...] = self._number_nodes()
+        """The number of each rank's node, in the order of the nodes' lowest ranks."""
+        self.remember(self._comm.bcast(self._site_notes() if self.rank == 0 else None))
+        shares = self.node is self and self.size > 1 and settings().loads
+        self._board = make_board(self._comm, self.transport.timeout, self.health) if shares else None
+        self._heap: Heap | None = None
         if self.size > 1 and settings().abort:
             install_abort_hooks()
 
@@ -75,6 +100,34 @@ class Communicator:
             return self if split.size == self.size else Communicator(split, timeout=self.transport.timeout)
         finally:
             split.Free()
+
+    def remember(self, notes: dict[str, Any]) -> None:
+        """Add to `notes`, the same on all ranks; with measured links, adapt the messages to them."""
+        self.notes.update(notes)
+        remote = self.notes.get("links", {}).get("remote", ())
+        if any(nbytes >= LARGE and nbytes / seconds < SLOW for nbytes, seconds in remote):
+            mine = self.nodes[self.rank]
+            self.transport.cut_small([peer for peer in range(self.size) if self.nodes[peer] != mine])
+
+    def _site_notes(self) -> dict[str, Any]:
+        """Return what rank 0 knows of the site: the text of a tuning table, and measured links."""
+        path = settings().tuning
+        notes: dict[str, Any] = {}
+        with suppress(OSError):
+            if path is not None:
+                notes["tuning"] = path.read_text()
+                notes["machine"] = machine()
+        if world.cache_info().currsize and "links" in world().notes:
+            notes["links"] = world().notes["links"]
+        return notes
+
+    def _number_nodes(self) -> tuple[int, ...]:
+        """Return each rank's node; not by host names, which containers may share or change."""
+        if self.node is self:
+            return (0,) * self.size
+        leaders = self._comm.allgather(self.node.mpi.bcast(self.rank))
+        numbers = {leader: number for number, leader in enumerate(sorted(set(leaders)))}
+        return tuple(numbers[leader] for leader in leaders)
 
     @cached_property
     def private(self) -> Communicator:
@@ -87,7 +140,21 @@ class Communicator:
     @property
     def native(self) -> NativeCollectives | None:
         """Return the MPI library's own collectives; None inside a channel."""
-        return None if self._in_channel else self._native
+        return None if self.channel_number else self._native
+
+    @property
+    def board(self) -> Board | None:
+        """Return the memory through which all ranks meet; None where they are on several hosts or can share none."""
+        return self._board
+
+    @property
+    def heap(self) -> Heap:
+        """Return what gives symmetric buffers to the ranks of this host."""
+        if self.node is not self:
+            return self.node.heap
+        if self._heap is None:
+            self._heap = Heap(self._comm)
+        return self._heap
 
     @property
     def mpi(self) -> Any:
@@ -110,22 +177,67 @@ class Communicator:
                 their messages differently on different ranks, so this is never queued), if it was closed, or if an
                 earlier collective on it was given up half-way.
         """
-        if self.closed:
-            raise CollectiveError(f"{what}: the communicator must be open (got a closed one): make a new one")
+        self.enter(what)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self, what: str) -> None:
+        """Begin one collective; see `exclusive`, which ends it too."""
         if not self._busy.acquire(blocking=False):
             raise CollectiveError(
                 f"{what}: a communicator must be used by one thread at a time (got a second one, "
                 f"{threading.current_thread().name!r}): give each thread its own mpizero.Communicator(...)"
             )
-        try:
-            if self.transport.broken or self._native.broken:
-                raise CollectiveError(
-                    f"{what}: the communicator must have finished its earlier collectives (got one that was given up "
-                    "by a time-out or a signal): its messages no longer match those of the other ranks, end the job"
-                )
-            yield
-        finally:
+        if not self.health.sound:
             self._busy.release()
+            self._refuse(what)
+
+    def leave(self) -> None:
+        """End what `enter` began."""
+        self._busy.release()
+
+    def _refuse(self, what: str) -> None:
+        if self.closed:
+            raise CollectiveError(f"{what}: the communicator must be open (got a closed one): make a new one")
+        raise CollectiveError(
+            f"{what}: the communicator must have finished its earlier collectives (got one that was given up "
+            "by an error, a time-out or a signal): its messages no longer match those of the other ranks, end the job"
+        )
+
+    def perform(self, what: str, steps: Iterator[Wait]) -> None:
+        """Run a collective's steps to their end, behind those that are under way.
+
+        Raises:
+            CollectiveError: as of `exclusive`.
+        """
+        if self.under_way:
+            self.submit(what, steps, None).wait()
+            return
+        with self.exclusive(what):
+            drive(steps)
+
+    def submit(self, what: str, steps: Iterator[Wait], result: Any) -> Work:
+        """Run a collective's steps in the background, behind those that are under way.
+
+        Where MPI does not grant `MPI_THREAD_MULTIPLE` they are run at once instead.
+
+        Args:
+            what: the collective's name, for errors.
+            steps: see [Note: steps] in `waiting`.
+            result: what the work's `wait` returns.
+
+        Raises:
+            CollectiveError: as of `exclusive`.
+        """
+        with self.exclusive(what):
+            if not self._in_background:
+                drive(steps)
+                return Work.finished(result)
+            work = Work(steps, result)
+            self._queue.add(work)
+            return work
 
     @contextmanager
     def channel(self, number: int, label: str) -> Iterator[None]:
@@ -140,11 +252,11 @@ class Communicator:
             label: what the messages are about, for errors.
         """
         self.transport.speak_of(number, label)
-        self._in_channel = True
+        self.channel_number = number + 1
         try:
             yield
         finally:
-            self._in_channel = False
+            self.channel_number = 0
             self.transport.speak_of(None, "")
 
     def abort(self, code: int = 1) -> None:
@@ -159,7 +271,11 @@ class Communicator:
         if self.closed:
             return
         self.closed = True
+        self.health.sound = False
         self.node.close()
+        if self._heap is not None:
+            self._heap.close()
+        self._board = None
         if "private" in self.__dict__:
             self.private.close()
         self._comm.Free()
@@ -173,10 +289,15 @@ class Communicator:
 def world() -> Communicator:
     """Return the communicator over all ranks of the job; the first call starts MPI and is collective.
 
+    Where the ranks are on several hosts it times a few messages, for the choice of algorithms.
+
     Raises:
         MpiNotFoundError, LaunchError: see `Communicator`.
     """
-    return Communicator()
+    comm = Communicator()
+    if len(set(comm.nodes)) > 1:
+        comm.remember({"links": measure_links(comm.mpi, comm.nodes)})
+    return comm
 
 
 def _check_launch(module: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from mpizero.comm.raw import mpi
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["MpiFacts", "describe", "gpu_awareness", "launcher_rank"]
+__all__ = ["MpiFacts", "describe", "gpu_awareness", "launcher_rank", "machine"]
 
 OVERRIDE = "MPIZERO_CUDA_AWARE"
 HINTS = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MVP_USE_CUDA", "PSP_CUDA", "I_MPI_OFFLOAD")
@@ -87,6 +88,17 @@ def describe() -> MpiFacts:
         gpu_aware=aware,
         gpu_source=source,
     )
+
+
+def machine() -> dict[str, str]:
+    """Return what a measurement on this machine depends on: the processor's model, and the MPI library."""
+    facts = describe()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return {"processor": model or platform.machine(), "mpi": f"{facts.name} {facts.version}"}
 
 
 def gpu_awareness(

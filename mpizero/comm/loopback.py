@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from mpizero.comm.health import Health
+from mpizero.comm.progress import Work
 from mpizero.comm.stats import Stats
+from mpizero.comm.waiting import drive
 from mpizero.errors import CollectiveError, CollectiveTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from mpizero.typing import Bytes
+    from mpizero.typing import Bytes, Wait
 
 __all__ = ["LoopbackCommunicator", "run_loopback"]
 
@@ -64,6 +67,7 @@ class LoopbackTransport:
         self.rank, self.size = rank, mailboxes.size
         self.stats = Stats()
         self.timeout = timeout
+        self.health = Health()
         self._mailboxes = mailboxes
         self._channel: int | None = None
         self._label = ""
@@ -84,30 +88,73 @@ class LoopbackTransport:
         self._wanted.append(((peer, self.rank, self._channel), data))
         self.stats.bytes_received += data.nbytes
 
-    def wait(self, what: str) -> None:
-        """Fill every posted receive; raise if a message is missing at the time-out or has another length."""
+    def pending(self, what: str) -> _Receives | None:
+        """Return the wait for every posted receive; None if there is none."""
+        if not self._wanted:
+            return None
         wanted, self._wanted = self._wanted, []
-        about = f"{what} of {self._label}" if self._label else what
-        for address, data in wanted:
-            peer = address[0]
-            message = self._mailboxes.take(address, self.timeout)
-            if message is None:
-                text = f"{about}: rank {self.rank} of {self.size} waited {self.timeout:g} s for rank {peer}"
-                raise CollectiveTimeoutError(text)
-            if len(message) != data.nbytes:
-                text = f"{about}: rank {self.rank} expected {data.nbytes} bytes of rank {peer} and got {len(message)}"
-                raise CollectiveError(text)
-            data.view(np.uint8)[:] = np.frombuffer(message, np.uint8)
+        return _Receives(self, wanted, f"{what} of {self._label}" if self._label else what)
+
+    def fill(self, address: Address, data: Bytes, what: str) -> bool:
+        """Store a message; return False if it is missing at the time-out, raise if its length differs."""
+        message = self._mailboxes.take(address, self.timeout)
+        if message is None:
+            return False
+        if len(message) != data.nbytes:
+            text = f"{what}: rank {self.rank} expected {data.nbytes} bytes of rank {address[0]} and got {len(message)}"
+            raise CollectiveError(text)
+        data.view(np.uint8)[:] = np.frombuffer(message, np.uint8)
+        return True
+
+
+class _Receives:
+    """Wait for messages by a condition variable, since threads that poll would keep each other from running."""
+
+    def __init__(self, transport: LoopbackTransport, wanted: list[tuple[Address, Bytes]], what: str) -> None:
+        self.transport, self.wanted, self.what = transport, wanted, what
+        self.peer = -1
+
+    def done(self) -> bool:
+        """Block: in a loopback world every rank is a thread of its own, and has nothing else to do."""
+        return self.block()
+
+    def block(self) -> bool:
+        """Return True once all messages are stored, False if one is missing at the time-out."""
+        while self.wanted:
+            address, data = self.wanted[0]
+            self.peer = address[0]
+            if not self.transport.fill(address, data, self.what):
+                return False
+            del self.wanted[0]
+        return True
+
+    def overdue(self, seconds: float) -> bool:
+        """Return whether `seconds` is more than the time-out."""
+        return seconds > self.transport.timeout
+
+    def settle(self, seconds: float, *, finished: bool) -> None:  # noqa: ARG002  (a thread's failure ends its world)
+        """Count the wait."""
+        self.transport.stats.wait_seconds += seconds
+
+    def late(self) -> CollectiveTimeoutError:
+        """Name the first peer whose message is missing."""
+        own = self.transport
+        text = f"{self.what}: rank {own.rank} of {own.size} waited {own.timeout:g} s for rank {self.peer}"
+        return CollectiveTimeoutError(text)
 
 
 class LoopbackCommunicator:
     """Be one thread's communicator in a loopback world; has what the collectives need and no MPI."""
 
     native = None
+    board = None
+    channel_number = 0
 
     def __init__(self, mailboxes: _Mailboxes, rank: int, timeout: float) -> None:
         self.transport = LoopbackTransport(mailboxes, rank, timeout)
         self.rank, self.size = rank, mailboxes.size
+        self.nodes = (0,) * mailboxes.size
+        self.notes: dict[Any, Any] = {}
         self.stats = self.transport.stats
         self._scratch = np.empty(0, np.uint8)
 
@@ -131,10 +178,14 @@ class LoopbackCommunicator:
         finally:
             self.transport.speak_of(None, "")
 
-    @contextmanager
-    def exclusive(self, what: str) -> Iterator[None]:  # noqa: ARG002  (the signature is the protocol's)
-        """Do nothing: every rank is a thread of its own here."""
-        yield
+    def perform(self, what: str, steps: Iterator[Wait]) -> None:  # noqa: ARG002  (the signature is the protocol's)
+        """Run a collective's steps to their end: every rank is a thread of its own here."""
+        drive(steps)
+
+    def submit(self, what: str, steps: Iterator[Wait], result: Any) -> Work:
+        """Run a collective's steps at once, and return them as done."""
+        self.perform(what, steps)
+        return Work.finished(result)
 
 
 def run_loopback(size: int, body: Callable[[LoopbackCommunicator], Result], timeout: float = 20.0) -> list[Result]:

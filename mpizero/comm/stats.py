@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 __all__ = ["Stats"]
 
@@ -11,25 +11,27 @@ __all__ = ["Stats"]
 class Stats:
     """Count this rank's traffic over one communicator since its construction.
 
-    Only messages of our own schedules count; what the MPI library's own collectives move is not visible to us.
+    Only our own schedules count; what the MPI library's own collectives move is not visible to us.
     """
 
     messages_sent: int = 0
     bytes_sent: int = 0
     """Payload bytes handed to the transport, without MPI's own headers."""
     bytes_received: int = 0
+    bytes_loaded: int = 0
+    """Bytes read from, and stored to, other ranks' memory, where the ranks of one host reach it."""
     wait_seconds: float = 0.0
     """Seconds spent waiting for messages, transfer included."""
 
+    @property
+    def bytes_moved(self) -> int:
+        """Return the bytes that this rank sent or, within a host, read from and stored to its peers' memory."""
+        return self.bytes_sent + self.bytes_loaded
+
     def copy(self) -> Stats:
         """Return the counters as they are now."""
-        return Stats(self.messages_sent, self.bytes_sent, self.bytes_received, self.wait_seconds)
+        return replace(self)
 
     def since(self, before: Stats) -> Stats:
         """Return what was counted since `before` was copied."""
-        return Stats(
-            self.messages_sent - before.messages_sent,
-            self.bytes_sent - before.bytes_sent,
-            self.bytes_received - before.bytes_received,
-            self.wait_seconds - before.wait_seconds,
-        )
+        return Stats(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))

@@ -2,18 +2,32 @@
 
 A rank that spins takes the core from the rank that it waits for wherever ranks outnumber cores, and a rank that blocks
 inside MPI serves no signals. Hence one loop in Python for every wait.
+
+[Note: steps] A collective is a generator that yields a `Wait` wherever it cannot go on. `drive` runs one to its end in
+the caller's thread; the progress thread keeps several under way and polls their waits in turn. Nothing else differs
+between a synchronous and an asynchronous call.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-__all__ = ["poll"]
+    from mpizero.typing import Wait
+
+__all__ = ["ADVICE", "SPINS", "cores", "drive", "poll"]
+
+ADVICE = (
+    "Either those ranks are slower than the time-out (MPIZERO_TIMEOUT, seconds) or they never made "
+    "this call: every rank must make the same collective calls in the same order, a forward pass of a sharded "
+    "model included (to evaluate on some ranks only, wrap that in `with mpizero.unsharded(model):` on all)"
+)
+"""What a time-out means, for the error of one."""
 
 SPINS = 40
 """Polls before the core is first given away: some ten microseconds, in which a peer that is running answers. Where
@@ -26,12 +40,24 @@ LATE = 30.0
 """Seconds after which a rank says, once per wait, what it is waiting for."""
 
 
-def poll(done: Callable[[], bool], timeout: float, missing: Callable[[], str]) -> bool:
+@cache
+def cores() -> int:
+    """Return the number of cores that this process may run on, as it was at the first call."""
+    return len(os.sched_getaffinity(0))
+
+
+def poll(done: Callable[[], bool], timeout: float, missing: Callable[[], str], *, spins: int = SPINS) -> bool:
     """Return True as soon as `done()` does, False after `timeout` seconds.
 
     A wait of more than `LATE` seconds is told on stderr, with what `missing()` says.
+
+    Args:
+        done: the question; asked often.
+        timeout: seconds.
+        missing: what to say of a wait that is late.
+        spins: polls before the core is first given away; few where ranks outnumber cores.
     """
-    for _ in range(SPINS):
+    for _ in range(spins):
         if done():
             return True
     for _ in range(YIELDS):
@@ -50,3 +76,21 @@ def poll(done: Callable[[], bool], timeout: float, missing: Callable[[], str]) -
             os.write(2, text.encode(errors="replace"))
         time.sleep(NAP)
     return True
+
+
+def drive(steps: Iterator[Wait]) -> None:
+    """Run a collective's steps to their end in this thread; see [Note: steps].
+
+    Raises:
+        CollectiveTimeoutError: if a wait takes longer than its time-out; a wait that is left half-way, by that or by a
+            signal's exception, leaves its wire broken.
+    """
+    for wait in steps:
+        start = time.perf_counter()
+        finished = False
+        try:
+            finished = wait.block()
+        finally:
+            wait.settle(time.perf_counter() - start, finished=finished)
+        if not finished:
+            raise wait.late()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpizero
-from mpizero.collectives import algorithms_of, build, even_offsets, select
+from mpizero.collectives import algorithm, algorithms_of, build, even_offsets, select
 from mpizero.comm import run_loopback
 from mpizero.errors import CollectiveError, CollectiveTimeoutError
 
@@ -268,7 +268,7 @@ def test_result_is_the_declared_tree(dtype, op):
         chunks = build("all_reduce", entry.name, size, 0).chunks
         wanted = b""
         for chunk, (start, stop) in enumerate(itertools.pairwise(even_offsets(count, chunks))):
-            total = evaluate(entry.order(size, chunk, 0), [part[start:stop] for part in parts], op)
+            total = evaluate(entry.tree(size, chunk, 0), [part[start:stop] for part in parts], op)
             wanted += finish(total, dtype, library, size, op)
         results = run_loopback(size, body)
         assert results == [wanted] * size
@@ -302,7 +302,7 @@ def test_auto_with_canonical_order_is_the_canonical_tree():
             chunk = mpizero.reduce_scatter(parts[comm.rank].copy(), comm, order="canonical")
             return whole.tobytes(), mpizero.all_gather(chunk, comm, out=np.empty_like(whole)).tobytes()
 
-        wanted = evaluate(algorithms_of("all_reduce")[0].order(size, 0, 0), parts, "sum").tobytes()
+        wanted = evaluate(algorithm("all_reduce", "direct").tree(size, 0), parts, "sum").tobytes()
         assert run_loopback(size, body) == [(wanted, wanted)] * size
 
 

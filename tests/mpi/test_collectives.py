@@ -155,9 +155,9 @@ def test_stats_are_the_schedules(world):
             schedule = build(operation, entry.name, world.size, world.rank, 0)
             offsets = even_offsets(count, schedule.chunks)
             x = np.ones(count, np.float16)
-            low, high = offsets[world.rank : world.rank + 2] if schedule.chunks > 1 else (0, count)
             before = world.stats.copy()
             if operation == "all_gather":
+                low, high = offsets[world.rank : world.rank + 2]
                 mpizero.all_gather(x[low:high], world, out=np.zeros_like(x), algorithm=entry.name)
             else:
                 getattr(mpizero, operation)(x, world, algorithm=entry.name)

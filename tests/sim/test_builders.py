@@ -3,22 +3,11 @@
 from itertools import accumulate, pairwise
 
 import pytest
+from sim.cases import NAMES, SIZES, cases, each_algorithm, roots_of, schedules
 
-from mpizero.collectives import OPERATIONS, algorithm, algorithms_of, build, even_offsets
+from mpizero.collectives import OPERATIONS, algorithm, build, even_offsets
 from mpizero.collectives.order import canonical, show
 from mpizero.collectives.simulate import simulate
-
-SIZES = range(1, 34)
-ALGORITHMS = [entry for operation in OPERATIONS for entry in algorithms_of(operation)]
-NAMES = [f"{entry.operation}-{entry.name}" for entry in ALGORITHMS]
-
-each_algorithm = pytest.mark.parametrize("entry", ALGORITHMS, ids=NAMES)
-
-
-def roots_of(entry, size):
-    if not OPERATIONS[entry.operation].rooted:
-        return [0]
-    return range(size) if size <= 9 else [size // 2, size - 1]
 
 
 def is_power_of_two(size):
@@ -47,36 +36,44 @@ def sent(entry, offsets, itemsize=4, acc_itemsize=4, root=0):
 
 
 def test_the_builders_of_the_design_are_there():
-    assert set(NAMES) == {
-        *(f"all_reduce-{name}" for name in ("direct", "ring", "halving_doubling", "tree")),
-        *(f"reduce_scatter-{name}" for name in ("direct", "ring", "halving")),
-        *(f"all_gather-{name}" for name in ("direct", "ring", "doubling")),
-        *(f"reduce-{name}" for name in ("direct", "tree")),
-        "broadcast-tree",
-        "barrier-dissemination",
+    names = {
+        "all_reduce": "direct ring segmented_ring halving_doubling tree double_tree hierarchical leader",
+        "reduce_scatter": "direct ring halving pairwise hierarchical",
+        "all_gather": "direct ring doubling bruck pairwise hierarchical",
+        "all_to_all": "direct bruck pairwise",
+        "broadcast": "tree double_tree scatter_all_gather chain hierarchical leader",
+        "reduce": "direct tree double_tree",
+        "gather": "direct tree",
+        "scatter": "direct tree",
+        "barrier": "dissemination",
     }
+    assert set(names) == set(OPERATIONS)
+    assert set(NAMES) == {f"{operation}-{name}" for operation, words in names.items() for name in words.split()}
 
 
 @each_algorithm
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in_place"])
-def test_every_size_and_root(entry, in_place):
-    for size in SIZES:
-        for root in roots_of(entry, size):
-            found = simulate(entry, size, root, in_place=in_place)
-            schedules = [build(entry.operation, entry.name, size, rank, root) for rank in range(size)]
-            assert found.messages == [schedule.sent_messages() for schedule in schedules]
+def test_every_size_root_and_option(entry, in_place):
+    """Of larger sizes with options, by turns in place and apart."""
+    for size, root, option in cases(entry):
+        if option and size > 9 and size % 2 == in_place:
+            continue
+        found = simulate(entry, size, root, in_place=in_place, **option)
+        assert found.messages == [schedule.sent_messages() for schedule in schedules(entry, size, root, **option)]
+
+
+CANONICAL = {"direct": set(SIZES), "tree": set(SIZES), "hierarchical": set(SIZES), "leader": set(SIZES)}
+CANONICAL |= {"ring": {1}, "segmented_ring": {1}, "pairwise": {1}, "double_tree": {1, 2}}
 
 
 @each_algorithm
 def test_canonical_where_it_is_declared(entry):
-    if not OPERATIONS[entry.operation].reduces:
-        assert all(entry.is_canonical(size) for size in SIZES)
-        return
+    """With all ranks on one node; `test_placed` has others."""
     sizes = {size for size in SIZES if entry.is_canonical(size)}
-    if entry.name in {"direct", "tree"}:
+    if not OPERATIONS[entry.operation].reduces:
         assert sizes == set(SIZES)
-    elif entry.name == "ring":
-        assert sizes == {1}
+    elif entry.name in CANONICAL:
+        assert sizes == CANONICAL[entry.name]
     else:  # folding gives the canonical tree for some sizes that are no powers of two as well, as (0+1)+2
         assert sizes > {1, 2, 4, 8, 16, 32}
         assert not sizes & {5, 9, 10, 11, 13, 33}
@@ -90,8 +87,8 @@ def test_what_is_summed_is_the_canonical_tree(entry):
         return
     for size, text in by_hand.items():
         assert show(canonical(size)) == text
-        if entry.is_canonical(size):
-            for root in roots_of(entry, size):
+        for root in roots_of(entry, size):
+            if entry.is_canonical(size, root):
                 trees = [tree for rank in simulate(entry, size, root).results for tree in rank.values()]
                 assert {show(tree) for tree in trees} == {text}
 
@@ -242,10 +239,9 @@ def test_messages():
 @each_algorithm
 def test_scratch_is_equal_on_all_ranks(entry):
     """All ranks cut chunks into the same segments, which follow from the slots of rank 0."""
-    for size in SIZES:
-        for root in roots_of(entry, size):
-            schedules = [build(entry.operation, entry.name, size, rank, root) for rank in range(size)]
-            assert len({(schedule.raw_slots, schedule.acc_slots) for schedule in schedules}) == 1
+    for size, root, option in cases(entry):
+        found = schedules(entry, size, root, **option)
+        assert len({(schedule.raw_slots, schedule.acc_slots) for schedule in found}) == 1
 
 
 def test_scratch_grows_slowly():

@@ -1,48 +1,11 @@
 """The simulator can fail: schedules that are wrong in one way each are refused, for that reason."""
 
 import pytest
+from sim.handmade import ACC, IN, OUT, RAW, RAW_1, algorithm_of, good, refuse, swap, total
 
-from mpizero.collectives import Algorithm
-from mpizero.collectives.order import canonical, ring
-from mpizero.collectives.schedule import Copy, Recv, Reduce, Ref, Round, Schedule, Send, Space
+from mpizero.collectives.order import ring
+from mpizero.collectives.schedule import Copy, Recv, Reduce, Ref, Round, Send, Space
 from mpizero.collectives.simulate import ScheduleError, simulate
-
-IN, OUT = Ref(Space.IN, 0), Ref(Space.OUT, 0)
-RAW, ACC = Ref(Space.RAW, 0), Ref(Space.ACC, 0)
-RAW_1, ACC_1 = Ref(Space.RAW, 0, 1), Ref(Space.ACC, 0, 1)
-
-
-def algorithm_of(rounds, operation="all_reduce", *, order=canonical, chunks=1, slots=(2, 2)):
-    def build(size, rank, root):
-        found = rounds(rank)
-        return Schedule(
-            chunks=chunks(rank) if callable(chunks) else chunks,
-            rounds=tuple(found),
-            raw_slots=slots[0],
-            acc_slots=slots[1],
-        )
-
-    return Algorithm(operation=operation, name="hand-made", build=build, order=order)
-
-
-def swap(rank, sent=IN, received=RAW):
-    """The messages of two ranks that exchange their parts."""
-    return (Recv(1 - rank, (received,)), Send(1 - rank, (sent,)))
-
-
-def total(rank, target=OUT, other=RAW):
-    """The sum of two ranks' parts, in canonical order."""
-    return Reduce(target, IN, other) if rank == 0 else Reduce(target, other, IN)
-
-
-def refuse(rounds, text, **options):
-    in_place = options.pop("in_place", False)
-    with pytest.raises(ScheduleError, match=text):
-        simulate(algorithm_of(rounds, **options), 2, in_place=in_place)
-
-
-def good(rank):
-    return [Round(swap(rank), (total(rank),))]
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -396,3 +396,25 @@ def test_kernels_do_not_import_torch():
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+@pytest.mark.parametrize("widths", ["nnn", "wnn", "wwn", "wnw", "www", "nww", "nwn"])
+def test_torch_adds_halves_with_the_same_bits(name, widths):
+    """Of 16-bit (n) and fp32 (w) views, for result, left and right; NaN aside, whose bits are the processor's."""
+    pytest.importorskip("torch")
+    rng = np.random.default_rng(2)
+    count = 5003
+    found = []
+    left, right = (rng.standard_normal(count).astype(np.float32) * 100 for _ in range(2))
+    for once in (False, True):
+        views = [view_of(np.zeros(count, np.float32)), view_of(left.copy()), view_of(right.copy())]
+        for index, width in enumerate(widths):
+            if width == "n":
+                narrow = view_of(np.zeros(count, DTYPES[name].storage), name)
+                copy(narrow, views[index])
+                views[index] = narrow
+        combine("sum", *views, once=once)
+        found.append(views[0].data.tobytes())
+    assert found[0] == found[1]
+    assert any(found[0])

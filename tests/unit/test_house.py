@@ -15,7 +15,8 @@ DOORS = {"__init__", "__main__"}
 """Modules of the package itself: they load what is asked for, by name."""
 HEIGHT = {**dict.fromkeys(SHARED, -1), **{name: height for height, name in enumerate(FLOORS)}}
 TESTING_MAY = set(HEIGHT) - {"cli"}
-BUILDERS = ["direct", "ring", "halving", "tree", "dissemination", "order", "schedule"]
+BUILDERS = ["direct", "ring", "halving", "tree", "dissemination", "bruck", "exchange", "rooted", "scatter_gather"]
+BUILDERS += ["pipeline", "double_tree", "placement", "hierarchical", "lanes", "leader", "order", "schedule"]
 
 
 def modules():
@@ -99,6 +100,7 @@ def test_builders_are_pure(name):
                 "dataclasses",
                 "enum",
                 "functools",
+                "itertools",
                 "typing",
             }
             assert module.partition(".")[0] in sys.stdlib_module_names

@@ -1,0 +1,155 @@
+"""Symmetric buffers: memory of one rank that the host's other ranks can load and store like their own.
+
+A heap is made of segments (see `segment`), each with an equal share for every rank. All ranks allocate in the same
+order and of the same size, so a block lies at the same place of every rank's share. A block is free again when its
+array has been dropped on every rank, which is found out at the next allocation, in which all ranks take part anyway.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mpizero.comm.segment import PAGE, Segment, share
+
+if TYPE_CHECKING:
+    from mpizero.typing import Bytes
+
+__all__ = ["Heap", "Place", "mappings"]
+
+ALIGN = 64
+SMALLEST = 1 << 20
+"""Bytes of a rank's share of a segment, at least."""
+
+
+class Place(NamedTuple):
+    """Say where an array lies: `start` bytes into the segment `key`."""
+
+    key: int
+    start: int
+
+
+class Mappings:
+    """Know every segment that this process has mapped."""
+
+    def __init__(self) -> None:
+        self._segments: dict[int, Segment] = {}
+        self.version = 0
+        """Changes whenever an address may mean something else."""
+
+    def add(self, segment: Segment) -> None:
+        """Remember a segment."""
+        self.version += 1
+        self._segments[segment.key] = segment
+
+    def drop(self, segment: Segment) -> None:
+        """Forget a segment; its memory goes when its last array does."""
+        self.version += 1
+        self._segments.pop(segment.key, None)
+
+    def find(self, address: int, nbytes: int, pids: frozenset[int]) -> Place | None:
+        """Return where the bytes from `address` on lie; None unless all processes of `pids` have mapped them."""
+        for segment in self._segments.values():
+            if segment.start <= address and address + nbytes <= segment.stop:
+                return Place(segment.key, address - segment.start) if pids <= segment.pids else None
+        return None
+
+    def bytes_of(self, key: int) -> Bytes:
+        """Return the memory of a segment that `find` gave to some rank."""
+        return self._segments[key].bytes
+
+
+@cache
+def mappings() -> Mappings:
+    """Return the process's table of segments."""
+    return Mappings()
+
+
+class _Block:
+    """Own one allocation: every array made of it keeps it alive, and the block is free when the last one is gone."""
+
+    def __init__(self, segment: Segment, start: int, nbytes: int) -> None:
+        self.segment = segment
+        self.__array_interface__ = {
+            "data": (segment.start + start, False),
+            "typestr": "|u1",
+            "shape": (nbytes,),
+            "version": 3,
+        }
+
+
+class _Span(NamedTuple):
+    """Be a piece of every rank's share of a segment."""
+
+    segment: Segment
+    start: int
+    stop: int
+
+
+class Heap:
+    """Give out symmetric buffers to the ranks of one host."""
+
+    def __init__(self, mpi_comm: Any) -> None:
+        """Use `mpi_comm`, an mpi4py communicator whose ranks run on one host."""
+        self._comm = mpi_comm
+        self._used: dict[int, _Span] = {}
+        self._segments: list[Segment] = []
+        self._dead: set[int] = set()
+        self._count = 0
+
+    def allocate(self, nbytes: int) -> Bytes | None:
+        """Return `nbytes` bytes of this rank; None, on all ranks, where /dev/shm has no room for them. Collective.
+
+        Every rank must ask for the same number; the largest is given where they differ.
+        """
+        asked = self._comm.allgather((nbytes, tuple(self._dead)))
+        size = -(-max(1, *(number for number, _ in asked)) // ALIGN) * ALIGN
+        for number in set.intersection(*(set(dead) for _, dead in asked)):
+            del self._used[number]
+            self._dead.discard(number)
+        span = self._find(size) or self._grow(size)
+        if span is None:
+            return None
+        self._count += 1
+        self._used[self._count] = span
+        block = _Block(span.segment, self._comm.rank * span.segment.share + span.start, size)
+        weakref.finalize(block, self._dead.add, self._count).atexit = False
+        array: Bytes = np.asarray(block)[:nbytes]
+        return array
+
+    def close(self) -> None:
+        """Forget the segments; arrays that are still in use keep their memory."""
+        for segment in self._segments:
+            mappings().drop(segment)
+        self._segments.clear()
+
+    def _find(self, size: int) -> _Span | None:
+        """Return the first gap between used spans that is large enough: the same on all ranks."""
+        for segment in self._segments:
+            at = 0
+            for used in sorted(span for span in self._used.values() if span.segment is segment):
+                if used.start - at >= size:
+                    break
+                at = used.stop
+            if segment.share - at >= size:
+                return _Span(segment, at, at + size)
+        return None
+
+    def _grow(self, size: int) -> _Span | None:
+        """Make a new segment, after those that nobody uses have been let go."""
+        live = {span.segment.key for span in self._used.values()}
+        for segment in self._segments:
+            if segment.key not in live:
+                mappings().drop(segment)
+        self._segments = [segment for segment in self._segments if segment.key in live]
+        made = share(self._comm, max(-(-size // PAGE) * PAGE, SMALLEST))
+        if made is None and size < SMALLEST:
+            made = share(self._comm, -(-size // PAGE) * PAGE)
+        if made is None:
+            return None
+        self._segments.append(made)
+        mappings().add(made)
+        return _Span(made, 0, size)

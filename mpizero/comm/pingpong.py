@@ -1,0 +1,66 @@
+"""A short measurement of the links between ranks: messages to and fro, within a host and between two."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Points", "measure_links"]
+
+Points = list[tuple[int, float]]
+"""(bytes of a message, seconds one way)."""
+
+SIZES = ((8, 20), (64 << 10, 6), (1 << 20, 3))
+"""Bytes, and how many times there and back; at 1 Gbit/s all of it takes a tenth of a second."""
+
+
+def measure_links(mpi_comm: Any, nodes: tuple[int, ...]) -> dict[str, Points]:
+    """Time messages between two ranks of one node, and between the first two nodes. Collective.
+
+    Args:
+        mpi_comm: an mpi4py communicator in whose messages nobody else takes part.
+        nodes: the node number of each rank.
+
+    Returns:
+        Points under `local` and `remote`, equal on all ranks; a kind of link that does not exist has none.
+    """
+    pairs = {"local": _first_pair(nodes, alike=True), "remote": _first_pair(nodes, alike=False)}
+    found: dict[str, Points] = {}
+    for kind, pair in pairs.items():
+        mpi_comm.Barrier()
+        points = _between(mpi_comm, *pair) if pair is not None else []
+        found[kind] = mpi_comm.bcast(points, root=pair[0] if pair is not None else 0)
+    return found
+
+
+def _first_pair(nodes: tuple[int, ...], *, alike: bool) -> tuple[int, int] | None:
+    """Return two ranks, of the same node or of different ones."""
+    for low, first in enumerate(nodes):
+        for high in range(low + 1, len(nodes)):
+            if (nodes[high] == first) == alike:
+                return low, high
+    return None
+
+
+def _between(mpi_comm: Any, one: int, other: int) -> Points:
+    """Return the points of one pair; empty on the ranks beside it."""
+    if mpi_comm.rank not in {one, other}:
+        return []
+    peer = other if mpi_comm.rank == one else one
+    points = []
+    for nbytes, times in SIZES:
+        data = np.zeros(nbytes, np.uint8)
+        seconds = []
+        for _ in range(times + 1):
+            start = time.perf_counter()
+            if mpi_comm.rank == one:
+                mpi_comm.Send(data, peer)
+                mpi_comm.Recv(data, peer)
+            else:
+                mpi_comm.Recv(data, peer)
+                mpi_comm.Send(data, peer)
+            seconds.append((time.perf_counter() - start) / 2)
+        points.append((nbytes, float(np.median(seconds[1:]))))
+    return points

@@ -1,0 +1,146 @@
+"""The progress thread: it runs collectives in the background, in order per communicator, several communicators at once.
+
+A job is a collective's steps (see [Note: steps] in `waiting`). The thread polls the wait of the first job of every
+communicator in turn, so that A then B on one rank and B then A on another cannot block each other, and MPI moves while
+the caller computes. It starts with the first asynchronous call and sleeps while there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mpizero.typing import Wait
+
+__all__ = ["Queue", "Work", "engine"]
+
+PASSES = 50
+"""Rounds of polls without progress before the thread sleeps between them."""
+NAP = 30e-6
+"""Seconds of one such sleep. The thread holds Python's lock while it polls, so it must not poll without a pause."""
+
+
+class Work:
+    """Be one collective under way; its buffers belong to it until it is done."""
+
+    def __init__(self, steps: Iterator[Wait] | None, result: Any) -> None:
+        """Hold the steps of a collective that gives `result`."""
+        self._steps = steps
+        self._result = result
+        self._current: Wait | None = None
+        self._since = 0.0
+        self._error: BaseException | None = None
+        self._over = threading.Event()
+
+    @classmethod
+    def finished(cls, result: Any) -> Work:
+        """Return work that is done."""
+        work = cls(None, result)
+        work._over.set()
+        return work
+
+    def done(self) -> bool:
+        """Return whether the collective is over, well or not; never blocks."""
+        return self._over.is_set()
+
+    def wait(self) -> Any:
+        """Return the collective's result once it is over.
+
+        Raises:
+            Exception: what the collective raised, `CollectiveTimeoutError` for one.
+        """
+        while not self._over.wait(0.1):  # by pieces, so that signals are served
+            pass
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def advance(self) -> bool:
+        """Go on as far as possible without blocking; return whether anything moved. For the progress thread alone."""
+        try:
+            return self._advance()
+        except BaseException as error:  # noqa: BLE001  (carried to the thread that waits)
+            self._finish(error)
+            return True
+
+    def _advance(self) -> bool:
+        if self._current is not None:
+            waited = time.perf_counter() - self._since
+            if not self._current.done():
+                if not self._current.overdue(waited):
+                    return False
+                self._current.settle(waited, finished=False)
+                raise self._current.late()
+            self._current.settle(waited, finished=True)
+        assert self._steps is not None  # noqa: S101  (work without steps is done, and never advanced)
+        self._current = next(self._steps, None)
+        if self._current is None:
+            self._finish(None)
+        else:
+            self._since = time.perf_counter()
+        return True
+
+    def _finish(self, error: BaseException | None) -> None:
+        self._error = error
+        self._steps = self._current = None
+        self._over.set()
+
+
+class Queue:
+    """Hold one communicator's collectives in the order of their calls."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[Work] = deque()
+
+    def add(self, work: Work) -> None:
+        """Append a job and wake the progress thread."""
+        self.jobs.append(work)
+        engine().serve(self)
+
+    def advance(self) -> bool:
+        """Advance the first job; after a failure those behind it go on, and wait in vain if the wire is broken."""
+        work = self.jobs[0]
+        moved = work.advance()
+        if work.done():
+            self.jobs.popleft()
+        return moved
+
+
+class _Engine:
+    """Be the one thread that advances all queues."""
+
+    def __init__(self) -> None:
+        self._wake = threading.Condition()
+        self._queues: list[Queue] = []
+        threading.Thread(target=self._run, name="mpizero progress", daemon=True).start()
+
+    def serve(self, queue: Queue) -> None:
+        """Take a queue up unless it is already served."""
+        with self._wake:
+            if queue not in self._queues:
+                self._queues.append(queue)
+                self._wake.notify()
+
+    def _run(self) -> None:
+        idle = 0
+        while True:
+            with self._wake:
+                self._queues = [queue for queue in self._queues if queue.jobs]
+                while not self._queues:
+                    self._wake.wait()
+                queues = list(self._queues)
+            moved = [queue.advance() for queue in queues]
+            idle = 0 if any(moved) else idle + 1
+            time.sleep(0 if idle < PASSES else NAP)
+
+
+@cache
+def engine() -> _Engine:
+    """Return the process's progress thread, started at the first call."""
+    return _Engine()

@@ -1,0 +1,405 @@
+"""bin/cluster: bad command lines anywhere; hosts, jobs over them and their removal where root may make namespaces."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from mpizero.comm.launch import vendor_of_library
+
+ROOT = Path(__file__).parents[2]
+LINE = [sys.executable, str(ROOT / "bin" / "cluster")]
+PARTS = "ip link add br0 type bridge && ip link add ve0 type veth peer name ve1 && tc qdisc add dev ve0 root tbf"
+LIMIT = "60"
+"""Seconds after which a job hangs for sure."""
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Return a module of bin/cluster by its name."""
+    monkeypatch.syspath_prepend(str(ROOT / "bin"))
+    return import_module
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("up --hosts 0", "argument --hosts: must be a whole number from 1 to 32 (got '0')"),
+        ("up --hosts 33", "must be a whole number from 1 to 32 (got '33')"),
+        ("up --hosts two", "must be a whole number from 1 to 32 (got 'two')"),
+        ("up --rate 1", "argument --rate: must be none or 1mbit to 100gbit, such as 1gbit or 2.5gbit (got '1')"),
+        ("up --rate 999kbit", "such as 1gbit or 2.5gbit (got '999kbit')"),
+        ("up --rate 101gbit", "such as 1gbit or 2.5gbit (got '101gbit')"),
+        ("up --rate -1gbit", "expected one argument"),
+        ("up --rate fast", "(got 'fast')"),
+        ("up --name Mz", "argument --name: must be 1 to 6 small letters (got 'Mz')"),
+        ("up --name mz1", "must be 1 to 6 small letters (got 'mz1')"),
+        ("up --name ../mz", "must be 1 to 6 small letters (got '../mz')"),
+        ("down --name abcdefg", "must be 1 to 6 small letters (got 'abcdefg')"),
+        ("up --host 2", "unrecognized arguments: --host 2"),
+        ("up -- python", "must come after a -- that stands alone"),
+        ("run -n 2", "must come after a -- that stands alone"),
+        ("run -n 2 python x.py", "unrecognized arguments: python x.py"),
+        ("run -n 0 -- python", "argument -n/--ranks: must be a whole number, at least 1 (got '0')"),
+        ("run --per-host 3,,1 -- python", "such as 3,2,1 (got '3,,1')"),
+        ("run --per-host 0,0 -- python", "such as 3,2,1 (got '0,0')"),
+        ("run --per-host -1 -- python", "such as 3,2,1 (got '-1')"),
+        ("run --map zigzag -- python", "invalid choice: 'zigzag'"),
+        ("run --timeout 0 -- python", "argument --timeout: must be a number of seconds above 0 (got '0')"),
+        ("run --timeout nan -- python", "must be a number of seconds above 0 (got 'nan')"),
+        ("start", "invalid choice: 'start'"),
+        ("", "the following arguments are required"),
+    ],
+)
+def test_bad_command_line(module, capsys, line, said):
+    with pytest.raises(SystemExit) as stopped:
+        module("_cluster").main(line.split())
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_is_for_root_and_says_so(module, monkeypatch, capsys):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    for line in ("up", "down", "status", "run -n 1 -- python"):
+        assert module("_cluster").main(line.split()) == 2
+        assert "the user of bin/cluster must be root (got 'user id 1000')" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("program", "package"), [("tc", "iproute2"), ("nsenter", "util-linux")])
+def test_a_missing_program_is_named_with_its_package(module, monkeypatch, capsys, program, package):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda name, **_: None if name == program else f"/bin/{name}")
+    assert module("_cluster").main(["up"]) == 2
+    assert f"needs the program {program}: install the package {package}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("1gbit", 10**9), ("1000mbit", 10**9), ("2.5gbit", 25 * 10**8), ("5000kbit", 5 * 10**6)]
+)
+def test_rates(module, text, rate):
+    assert module("_cluster")._rate(text) == rate
+    assert module("_cluster")._rate(module("_cluster_state").rate_text(rate)) == rate
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "per_host", "counts"),
+    [
+        (2, 4, [2], [2, 2]),
+        (3, 4, [2], [2, 2, 0]),
+        (3, 3, [2], [2, 1, 0]),
+        (3, None, [2], [2, 2, 2]),
+        (3, 6, [3, 2, 1], [3, 2, 1]),
+        (3, None, [3, 1], [3, 1, 0]),
+        (3, 7, None, [3, 2, 2]),
+        (3, 2, None, [1, 1, 0]),
+    ],
+)
+def test_spread(module, hosts, ranks, per_host, counts):
+    assert module("_cluster_job").spread(hosts, ranks, per_host) == counts
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_host", "said"),
+    [
+        (None, None, "the number of ranks must be given"),
+        (5, [2], "-n must be at most 4, 2 on each of 2 hosts (got 5)"),
+        (5, [3, 1], "-n must be 4, the sum of --per-host (got 5)"),
+        (6, [3, 2, 1], "--per-host must be one number, or one for each of 2 hosts (got [3, 2, 1])"),
+    ],
+)
+def test_spread_refuses(module, ranks, per_host, said):
+    with pytest.raises(module("_cluster_state").ClusterError) as error:
+        module("_cluster_job").spread(2, ranks, per_host)
+    assert said in str(error.value)
+
+
+def test_placement(module):
+    place = module("_cluster_job").place
+    assert place([3, 2, 1], "block") == [0, 0, 0, 1, 1, 2]
+    assert place([3, 2, 1], "round-robin") == [0, 1, 2, 0, 1, 0]
+    assert place([0, 2, 1], "round-robin") == [1, 2, 1]
+
+
+def test_an_environment_loses_the_outer_job_and_keeps_the_users_choice(module):
+    given = {"PMIX_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_MCA_btl": "^sm", "MPIZERO_TIMEOUT": "9", "PATH": "/x"}
+    made = module("_cluster_job").environment(given, Path("/opt/bin/mpirun"))
+    assert {"PMIX_RANK", "OMPI_COMM_WORLD_SIZE"}.isdisjoint(made)
+    assert (made["OMPI_MCA_btl"], made["MPIZERO_TIMEOUT"], made["PATH"]) == ("^sm", "9", "/opt/bin:/x")
+    assert made["OMPI_MCA_btl_tcp_if_include"] == "net0"
+
+
+# From here on, with hosts.
+
+
+def why_not():
+    """Return why no hosts can be had here, "" where they can; all that is tried goes with its namespace."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "needs root of a Linux"
+    missing = [program for program in ("ip", "tc", "nsenter", "unshare", "mount") if not shutil.which(program)]
+    if missing:
+        return f"needs {', '.join(missing)} (iproute2, util-linux)"
+    line = ["unshare", "--net", "--uts", "--mount", "sh", "-c", f"{PARTS} rate 1gbit burst 100kb latency 50ms"]
+    tried = subprocess.run(line, capture_output=True, text=True, check=False, timeout=30)
+    if tried.returncode:
+        return f"no namespaces, bridges, veth or tbf here: {tried.stderr.strip()}"
+    return "" if vendor_of_library()[0] == "openmpi" else "needs Open MPI, whose agent enters hosts"
+
+
+@pytest.fixture(scope="module")
+def able():
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def name(able):
+    """Be a cluster's name that nobody else has; its hosts are gone after the test."""
+    name = "t" + "".join(random.choices("abcdefghijklmnopqrstuvwxyz", k=5))
+    yield name
+    cluster("down", "--name", name)
+
+
+@pytest.fixture(scope="module")
+def hosts(able):
+    """Three hosts."""
+    name = "h" + "".join(random.choices("abcdefghijklmnopqrstuvwxyz", k=5))
+    try:
+        made = cluster("up", "--name", name, "--hosts", "3", "--rate", "1gbit")
+        assert made.returncode == 0, made.stderr
+        yield name
+    finally:
+        cluster("down", "--name", name)
+    assert leftovers(name) == []
+
+
+@pytest.fixture
+def run(hosts, tmp_path):
+    """Run a script's text over the three hosts; return exit code, lines on stdout, and stderr."""
+
+    def start(body, *args, **variables):
+        script = tmp_path / "script.py"
+        script.write_text(f"import os, sys, time\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\n{body}")
+        line = ["run", "--name", hosts, "--timeout", LIMIT, *args, "--", sys.executable, str(script)]
+        done = cluster(*line, **variables)
+        return done.returncode, done.stdout.splitlines(), done.stderr
+
+    return start
+
+
+def cluster(*args, **variables):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run([*LINE, *args], capture_output=True, text=True, timeout=90, check=False, env=env)
+
+
+def ip(*words):
+    line = [shutil.which("ip"), *words]
+    return subprocess.run(line, capture_output=True, text=True, check=True, timeout=30).stdout
+
+
+def leftovers(name):
+    namespaces = ip("netns").split()
+    links = [link for _, link in socket.if_nameindex()]
+    folders = [path.name for path in Path("/run").glob("mpizero-cluster/*")]
+    return [part for part in (*namespaces, *links, *folders) if name in part]
+
+
+def crossed(name, host):
+    """Return the bytes that a host has sent over its link."""
+    return int(Path(f"/sys/class/net/{name}-port{host}/statistics/rx_bytes").read_text())
+
+
+ALL_REDUCE = """
+import numpy as np
+import mpizero
+from mpizero.collectives import algorithms_of
+comm = mpizero.world()
+node = world.Split_type(MPI.COMM_TYPE_SHARED)
+on_node = node.allgather(MPI.Get_processor_name())
+names = sys.argv[1:] or ["auto", "native", *(entry.name for entry in algorithms_of("all_reduce"))]
+for name in names:
+    for count in (0, 1, 7, 1000, 1 << (18 if len(names) == 2 else 14)):
+        x = (np.arange(count) % 251 + world.rank).astype(np.float32)
+        total = sum((np.arange(count) % 251 + rank).astype(np.float32) for rank in range(world.size))
+        assert (mpizero.all_reduce(x, algorithm=name) == total).all(), (name, count)
+host = MPI.Get_processor_name()
+told = world.gather(f"{world.rank} {host} {set(on_node) == {host}} {node.size} {comm.node.size}")
+if world.rank == 0:
+    print("\\n".join(told), flush=True)
+"""
+
+
+def test_four_ranks_on_two_hosts(hosts, run):
+    """Ranks of a host are one node, other hosts are others, and what they say to each other crosses the links."""
+    before = crossed(hosts, 0), crossed(hosts, 1)
+    body = f"sys.argv[1:] = ['ring', 'direct']\n{ALL_REDUCE}"
+    code, lines, errors = run(body, "-n", "4", "--per-host", "2")
+    assert code == 0, errors
+    assert lines == [f"{rank} {hosts}{rank // 2} True 2 2" for rank in range(4)]
+    # Ring and direct exchange both send 2^18 floats or more from either host.
+    assert min(crossed(hosts, 0) - before[0], crossed(hosts, 1) - before[1]) > 2**20
+
+
+def test_k15_uneven_hosts_round_robin(hosts, run):
+    """K15: 3, 2 and 1 ranks, placed in turn: every algorithm has the right sums."""
+    code, lines, errors = run(ALL_REDUCE, "-n", "6", "--per-host", "3,2,1", "--map", "round-robin")
+    assert code == 0, errors
+    sizes = (3, 2, 1)
+    placed = [0, 1, 2, 0, 1, 0]
+    assert lines == [f"{r} {hosts}{host} True {sizes[host]} {sizes[host]}" for r, host in enumerate(placed)]
+
+
+def test_ranks_have_the_environment_and_addresses(hosts, run):
+    body = "import socket\nprint(os.environ['MPIZERO_TIMEOUT'], os.environ['OMP_NUM_THREADS'], os.environ['MINE'], "
+    body += "os.environ['PYTHONPATH'], socket.gethostbyname(MPI.Get_processor_name()), flush=True)"
+    code, lines, errors = run(body, "-n", "3", MPIZERO_TIMEOUT="33", OMP_NUM_THREADS="1", MINE="a b'c$d")
+    assert code == 0, errors
+    assert Counter(lines) == Counter(f"33 1 a b'c$d {ROOT} 10.77.0.{host}" for host in (1, 2, 3))
+
+
+def test_arguments_and_exit_code_pass_through(hosts):
+    code = "import sys; print(sys.argv[1:]); sys.exit(3)"
+    done = cluster("run", "--name", hosts, "-n", "1", "--", sys.executable, "-c", code, "--", "-n", "a b", "$HOME", "'")
+    assert done.returncode == 3
+    assert """['--', '-n', 'a b', '$HOME', "'"]""" in done.stdout
+
+
+def running(pid):
+    """Whether a process is there; one that is dead but not yet reaped is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+SLEEPS = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1], str(os.getpid())).touch(); time.sleep(300)"
+
+
+@contextlib.contextmanager
+def waiting(hosts, folder, *args):
+    """Start a job whose ranks sleep; a job that does not end is killed."""
+    line = [*LINE, "run", "--name", hosts, *args, "--per-host", "1", "--", sys.executable, "-c", SLEEPS, str(folder)]
+    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as job:
+        try:
+            yield job
+        finally:
+            job.kill()
+
+
+def wait_for(count, folder):
+    deadline = time.monotonic() + 30
+    while len(pids := [int(path.name) for path in folder.iterdir()]) < count and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(pids) == count
+    return pids
+
+
+def test_timeout_ends_the_ranks_of_all_hosts(hosts, tmp_path):
+    with waiting(hosts, tmp_path, "--timeout", "4") as job:
+        pids = wait_for(3, tmp_path)
+        assert job.wait(30) == 124
+        assert "the job was ended: it took longer than --timeout 4 s" in job.stderr.read()
+    assert not list(filter(running, pids))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_job(hosts, tmp_path, number):
+    with waiting(hosts, tmp_path) as job:
+        pids = wait_for(3, tmp_path)
+        job.send_signal(number)
+        assert job.wait(30) == 128 + number
+    assert not list(filter(running, pids))
+
+
+def test_a_killed_mpirun_leaves_no_ranks(hosts, tmp_path):
+    with waiting(hosts, tmp_path) as job:
+        pids = wait_for(3, tmp_path)
+        # The shells and tools on the way into the first host have become mpirun.
+        os.kill(int(Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text()), signal.SIGKILL)
+        assert job.wait(30) == 128 + signal.SIGKILL
+    assert not list(filter(running, pids))
+
+
+def test_status_shows_hosts_addresses_and_rates(hosts):
+    shown = cluster("status", "--name", hosts)
+    assert shown.returncode == 0
+    rows = [line.split() for line in shown.stdout.splitlines()[2:]]
+    assert rows == [[f"{hosts}{host}", f"10.77.0.{host + 1}", "1Gbit", "1Gbit", "0"] for host in range(3)]
+
+
+def test_a_second_up(hosts):
+    same = cluster("up", "--name", hosts, "--hosts", "3", "--rate", "1000mbit")
+    assert (same.returncode, same.stdout.strip()) == (0, f"{hosts} is up already: 3 hosts, --rate 1gbit")
+    other = cluster("up", "--name", hosts, "--hosts", "2")
+    assert other.returncode == 2
+    assert f"`bin/cluster down --name {hosts}` first" in other.stderr
+
+
+@pytest.mark.parametrize("args", [("--per-host", "9,9,9,9"), ("-n", "5", "--per-host", "1")])
+def test_a_job_that_the_hosts_have_no_place_for(hosts, args):
+    done = cluster("run", "--name", hosts, *args, "--", "python")
+    assert done.returncode == 2
+    assert "must be" in done.stderr
+
+
+def test_a_program_that_is_not_there(hosts):
+    done = cluster("run", "--name", hosts, "-n", "1", "--", "no-such-program")
+    assert done.returncode == 2
+    assert "the program must be a command that is found (got 'no-such-program')" in done.stderr
+
+
+def test_up_and_down_leave_nothing(name, tmp_path):
+    assert cluster("up", "--name", name, "--rate", "none").returncode == 0
+    assert "unshaped" in cluster("status", "--name", name).stdout
+    assert len(leftovers(name)) == 6
+    with waiting(name, tmp_path) as job:
+        pids = wait_for(2, tmp_path)
+        done = cluster("down", "--name", name)
+        assert job.wait(30) != 0
+    assert done.returncode == 0, done.stderr
+    assert not list(filter(running, pids))
+    assert "2 hosts removed" in done.stdout
+    assert leftovers(name) == []
+    assert "was not up" in cluster("down", "--name", name).stdout
+
+
+def test_what_an_interrupted_up_left_is_refused_and_removed(name):
+    ip("netns", "add", f"mpizero-{name}0")
+    ip("link", "add", f"{name}-bridge", "type", "bridge")
+    for line in ("up", "status", "run -n 1"):
+        done = cluster(*line.split(), "--name", name, *(["--", "true"] if "run" in line else []))
+        assert done.returncode == 2, line
+        assert f"`bin/cluster down --name {name}`" in done.stderr
+    assert cluster("down", "--name", name).returncode == 0
+    assert leftovers(name) == []
+
+
+def test_hosts_that_are_not_whole_are_refused(name):
+    assert cluster("up", "--name", name).returncode == 0
+    ip("link", "delete", f"{name}-port1")
+    for line in ("up", "status"):
+        done = cluster(line, "--name", name)
+        assert done.returncode == 2, line
+        assert f"`bin/cluster down --name {name}`" in done.stderr
+    assert f"must be whole ({name}-port1 is missing)" in done.stderr
+
+
+def test_an_up_that_fails_half_way_leaves_nothing(name, tmp_path):
+    program = tmp_path / "tc"
+    program.write_text("#!/bin/sh\necho no such kind of qdisc >&2\nexit 2\n")
+    program.chmod(0o755)
+    done = cluster("up", "--name", name, PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert done.returncode == 2
+    assert f"`tc qdisc add dev {name}-port0 root tbf" in done.stderr
+    assert "failed (no such kind of qdisc)" in done.stderr
+    assert leftovers(name) == []
