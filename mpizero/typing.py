@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = ["Bytes", "CommunicatorLike", "Order", "ReduceOp", "Transport", "Wait"]
 
@@ -25,8 +25,12 @@ class Wait(Protocol):
         """Return whether it has come; never blocks."""
         ...
 
-    def block(self) -> bool:
-        """Return True once it has come, False after the time-out."""
+    def block(self, done: Callable[[], bool] | None = None) -> bool:
+        """Return True once it has come, or what `done` asks instead, False after the time-out."""
+        ...
+
+    def count(self, seconds: float) -> None:
+        """Count seconds of waiting."""
         ...
 
     def overdue(self, seconds: float) -> bool:
@@ -50,6 +54,8 @@ class Transport(Protocol):
 
     rank: int
     size: int
+    strand: int
+    """Which of several streams of messages the next ones belong to: those of different strands never meet."""
 
     @property
     def stats(self) -> Any:

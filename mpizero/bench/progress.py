@@ -90,8 +90,8 @@ class Progress:
         first forward finds those that an evaluation before it has filled.
         """
         if self.done == 1:
-            return self.traffic.bytes_sent
-        return (self.before.bytes_sent + self.traffic.bytes_sent - self._first.bytes_sent) / (self.done - 1)
+            return self.traffic.bytes_moved
+        return (self.before.bytes_moved + self.traffic.bytes_moved - self._first.bytes_moved) / (self.done - 1)
 
     def _summary(self, first: float, last: float) -> list[str]:
         from mpizero.shard import runtime_of  # loads torch, which `mpizero --help` does without

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mpizero.arrays import DType, View, combine, copy, scratch_view
+from mpizero.arrays import View, combine, copy, scratch_view
 from mpizero.collectives.schedule import Copy, Recv, Ref, Round, Schedule, Send, Space
+from mpizero.comm import STRANDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from mpizero.collectives.buffers import Buffers
-    from mpizero.typing import Bytes, CommunicatorLike, Wait
+    from mpizero.typing import Bytes, CommunicatorLike, Transport, Wait
 
-__all__ = ["SCRATCH", "execute"]
+__all__ = ["IN_FLIGHT", "SCRATCH", "execute"]
 
 SCRATCH = 8 << 20
 """Bytes of scratch that a collective may use before it is cut in segments.
@@ -25,7 +26,11 @@ SCRATCH = 8 << 20
 A chunk is cut in segments so that all scratch slots of the schedule fit in this many bytes, which also keeps them in
 the cache between the receive that fills them and the sum that empties them. All ranks cut alike: the cut follows from
 the chunk lengths, the dtype and the schedule's slots on rank 0, which every rank can build.
+
+Up to `IN_FLIGHT` segments are under way at a time, so that one is summed, or passes between ranks of a host, while
+another is on the wire. Their messages never meet: each of these strands has a tag of its own.
 """
+IN_FLIGHT = STRANDS
 
 
 def execute(schedule: Schedule, buffers: Buffers, comm: CommunicatorLike, *, segment: int, what: str) -> Iterator[Wait]:
@@ -38,31 +43,106 @@ def execute(schedule: Schedule, buffers: Buffers, comm: CommunicatorLike, *, seg
         segment: elements of a chunk to work on at a time, equal on all ranks; see [Note: segments].
         what: the collective's name, for errors.
     """
-    longest = buffers.layout.longest
-    step = min(segment, longest) or 1
+    step = min(segment, buffers.layout.longest) or 1
+    starts = range(0, buffers.layout.longest, step)
+    depth = min(IN_FLIGHT, len(starts))
+    room = _room(schedule, buffers, step)
+    memory = comm.scratch(depth * sum(room)) if sum(room) else np.empty(0, np.uint8)
+    frame = _Frame(schedule, buffers, comm.transport, room, step)
+    strands = []
+    for strand in range(depth):
+        scratch = memory[strand * sum(room) : (strand + 1) * sum(room)]
+        strands.append(_strand([_Run(frame, scratch, start, strand) for start in starts[strand::depth]], what))
     whole = False
     try:
-        for start in range(0, longest, step):
-            yield from _Run(schedule, buffers, comm, start, step).rounds(what)
+        yield from strands[0] if depth == 1 else _together(strands)
         whole = True
     finally:
         if not whole:
             comm.transport.health.sound = False
 
 
+def _strand(runs: list[_Run], what: str) -> Iterator[Wait]:
+    for run in runs:
+        yield from run.rounds(what)
+
+
+def _together(strands: list[Iterator[Wait]]) -> Iterator[Wait]:
+    """Advance several strands, whichever can go on."""
+    waits: list[Wait | None] = [next(strand, None) for strand in strands]
+    while True:
+        open_ = [wait for wait in waits if wait is not None]
+        if not open_:
+            return
+        yield _Any(open_)
+        for index, wait in enumerate(waits):
+            if wait is not None and wait.done():
+                wait.settle(0.0, finished=True)
+                waits[index] = next(strands[index], None)
+
+
+class _Any:
+    """Wait for the first of several waits."""
+
+    def __init__(self, waits: list[Wait]) -> None:
+        self.waits = waits
+
+    def done(self) -> bool:
+        """Return whether one of them is over."""
+        return any(wait.done() for wait in self.waits)
+
+    def block(self, done: Callable[[], bool] | None = None) -> bool:
+        """Return True once one is over, False after the time-out."""
+        return self.waits[0].block(done or self.done)
+
+    def overdue(self, seconds: float) -> bool:
+        """Return whether `seconds` is more than the time-out."""
+        return self.waits[0].overdue(seconds)
+
+    def settle(self, seconds: float, *, finished: bool) -> None:
+        """Count the wait with the first of them, and if it was given up, give all up."""
+        if finished:
+            self.waits[0].count(seconds)
+            return
+        for wait in self.waits:
+            wait.settle(seconds, finished=False)
+
+    def count(self, seconds: float) -> None:
+        """Count seconds of waiting."""
+        self.waits[0].count(seconds)
+
+    def late(self) -> Exception:
+        """Return the error of the first."""
+        return self.waits[0].late()
+
+
+def _room(schedule: Schedule, buffers: Buffers, step: int) -> tuple[int, int]:
+    """Return the bytes of scratch that one segment needs, in the dtype and in that of accumulators."""
+    dtype, op, _ = buffers.arithmetic
+    raw = schedule.raw_slots * step * dtype.itemsize
+    acc = schedule.acc_slots * step * dtype.accumulator(op).itemsize
+    return _aligned(raw), _aligned(acc)
+
+
+class _Frame(NamedTuple):
+    """Hold what the segments of one collective have in common."""
+
+    schedule: Schedule
+    buffers: Buffers
+    transport: Transport
+    room: tuple[int, int]
+    step: int
+
+
 class _Run:
     """Hold one segment's run: resolves refs to memory, and packs messages of several chunks."""
 
-    def __init__(self, schedule: Schedule, buffers: Buffers, comm: CommunicatorLike, start: int, step: int) -> None:
-        self.schedule, self.buffers, self.transport = schedule, buffers, comm.transport
-        self.start, self.step = start, step
-        self.dtype, self.op, self.divisor = buffers.arithmetic
-        self.acc: DType = self.dtype.accumulator(self.op)
-        raw_bytes = _aligned(schedule.raw_slots * step * self.dtype.itemsize)
-        acc_bytes = _aligned(schedule.acc_slots * step * self.acc.itemsize)
-        memory = comm.scratch(raw_bytes + acc_bytes) if raw_bytes + acc_bytes else np.empty(0, np.uint8)
-        self.raw = scratch_view(memory[:raw_bytes], self.dtype)
-        self.accumulators = scratch_view(memory[raw_bytes : raw_bytes + acc_bytes], self.acc)
+    def __init__(self, frame: _Frame, memory: Bytes, start: int, strand: int) -> None:
+        self.schedule, self.buffers, self.transport, (raw, acc), self.step = frame
+        self.start, self.strand = start, strand
+        self.dtype, self.op, self.divisor = self.buffers.arithmetic
+        self.raw = scratch_view(memory[:raw], self.dtype)
+        self.accumulators = scratch_view(memory[raw : raw + acc], self.dtype.accumulator(self.op))
 
     def rounds(self, what: str) -> Iterator[Wait]:
         """Run every round."""
@@ -82,6 +162,7 @@ class _Run:
     def _post(self, round_: Round) -> list[tuple[Bytes, tuple[Ref, ...]]]:
         """Post a round's messages, receives first; return those that have to be unpacked afterwards."""
         unpack: list[tuple[Bytes, tuple[Ref, ...]]] = []
+        self.transport.strand = self.strand
         for step in round_.messages:
             if not isinstance(step, Recv):
                 continue

@@ -136,7 +136,9 @@ class _Messages:
         if isinstance(self.layout, Line) and self.schedule.chunks != len(self.layout.offsets) - 1:
             self.layout = Line(even_offsets(route.total, self.schedule.chunks))
         acc = route.dtype.accumulator(route.op)
-        self.segment = segment_of(schedule_of(0), route.dtype.itemsize, acc.itemsize)
+        widths = (route.dtype.itemsize, acc.itemsize)
+        hosts = len(set(route.comm.nodes))
+        self.segment = segment_of(schedule_of(0), widths, self.layout.longest, hosts=hosts)
 
     def steps(self, source: View, output: View) -> Iterator[Wait]:
         """Run it once, step by step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpizero.collectives.execute import SCRATCH
+from mpizero.collectives.execute import IN_FLIGHT, SCRATCH
 from mpizero.collectives.loads import LOADS
 from mpizero.collectives.registry import NATIVE, OPERATIONS, Algorithm, algorithm, algorithms_of
 from mpizero.collectives.tuned import Choice, Table
@@ -25,6 +25,9 @@ MANY = 16
 PIECE = 256 << 10
 """Bytes of one piece of a pipelined algorithm, about: far above a message's latency on any wire."""
 MOST_PIECES = 8
+SEGMENTS = 8
+SHORTEST = 128 << 10
+"""Bytes of a segment of a chunk between hosts, at least."""
 MODELLED = 64
 """Ranks up to which the cost model is asked: it builds every rank's schedule of every algorithm."""
 GAMMA = 0.15e-9
@@ -257,16 +260,21 @@ def pieces_of(operation: str, name: str, case: Case) -> int:
     return pieces
 
 
-def segment_of(schedule: Schedule, itemsize: int, acc_itemsize: int) -> int:
+def segment_of(schedule: Schedule, widths: tuple[int, int], longest: int, *, hosts: int) -> int:
     """Return the elements of a chunk to work on at a time; equal on all ranks. See [Note: segments] in `execute`.
 
     Args:
         schedule: rank 0's; the slots are equal on all ranks, and a test holds builders to that.
-        itemsize: bytes of an element.
-        acc_itemsize: bytes of an accumulated one.
+        widths: bytes of an element, and of an accumulated one.
+        longest: elements of the longest chunk.
+        hosts: on how many hosts the ranks are: between several, a chunk is cut in `SEGMENTS` or as many as are worth
+            it, so that what ranks do on a host overlaps what is on the wire.
     """
-    slots = schedule.raw_slots * itemsize + schedule.acc_slots * acc_itemsize
-    return max(1, SCRATCH // slots // 64 * 64) if slots else 1 << 62
+    slots = schedule.raw_slots * widths[0] + schedule.acc_slots * widths[1]
+    room = SCRATCH // IN_FLIGHT // slots // 64 * 64 if slots else 1 << 62
+    if hosts > 1:
+        room = min(room, max(-(-longest // SEGMENTS), SHORTEST // widths[0]))
+    return max(1, room)
 
 
 def _names(operation: str, case: Case) -> list[str]:

@@ -4,11 +4,13 @@ from mpizero.comm.board import CELL, WORDS
 from mpizero.comm.communicator import Communicator, world
 from mpizero.comm.heap import mappings
 from mpizero.comm.loopback import LoopbackCommunicator, run_loopback
+from mpizero.comm.messages import STRANDS
 from mpizero.comm.progress import Work
 from mpizero.comm.stats import Stats
 
 __all__ = [
     "CELL",
+    "STRANDS",
     "WORDS",
     "Communicator",
     "LoopbackCommunicator",

@@ -24,7 +24,7 @@ from mpizero.comm.waiting import ADVICE, SPINS, cores, drive, poll
 from mpizero.errors import CollectiveTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from mpizero.comm.health import Health
     from mpizero.comm.stats import Stats
@@ -149,10 +149,10 @@ class Arrival:
             self.board.fence()
         return True
 
-    def block(self) -> bool:
+    def block(self, done: Callable[[], bool] | None = None) -> bool:
         """Return True once all flags are there, False after the time-out."""
         board = self.board
-        return poll(self.done, board.timeout, lambda: self._missing("waits for"), spins=board.spins)
+        return poll(done or self.done, board.timeout, lambda: self._missing("waits for"), spins=board.spins)
 
     def overdue(self, seconds: float) -> bool:
         """Return whether `seconds` is more than the time-out."""
@@ -160,9 +160,13 @@ class Arrival:
 
     def settle(self, seconds: float, *, finished: bool) -> None:
         """Count the wait; a board that was left half-way is broken."""
-        self.stats.wait_seconds += seconds
+        self.count(seconds)
         if not finished:
             self.board.health.sound = False
+
+    def count(self, seconds: float) -> None:
+        """Count seconds of waiting."""
+        self.stats.wait_seconds += seconds
 
     def late(self) -> CollectiveTimeoutError:
         """Name the ranks that are missing."""

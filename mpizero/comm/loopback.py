@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["LoopbackCommunicator", "run_loopback"]
 
 Result = TypeVar("Result")
-Address = tuple[int, int, int | None]
-"""The sending rank, the receiving rank, and the channel."""
+Address = tuple[int, int, int | None, int]
+"""The sending rank, the receiving rank, the channel and the strand."""
 
 
 class _Mailboxes:
@@ -70,6 +70,7 @@ class LoopbackTransport:
         self.health = Health()
         self._mailboxes = mailboxes
         self._channel: int | None = None
+        self.strand = 0
         self._label = ""
         self._wanted: list[tuple[Address, Bytes]] = []
 
@@ -79,13 +80,13 @@ class LoopbackTransport:
 
     def send(self, peer: int, data: Bytes) -> None:
         """Put a copy of the bytes into the peer's mailbox."""
-        self._mailboxes.put((self.rank, peer, self._channel), data.tobytes())
+        self._mailboxes.put((self.rank, peer, self._channel, self.strand), data.tobytes())
         self.stats.messages_sent += 1
         self.stats.bytes_sent += data.nbytes
 
     def receive(self, peer: int, data: Bytes) -> None:
         """Remember where the next message of `peer` goes."""
-        self._wanted.append(((peer, self.rank, self._channel), data))
+        self._wanted.append(((peer, self.rank, self._channel, self.strand), data))
         self.stats.bytes_received += data.nbytes
 
     def pending(self, what: str) -> _Receives | None:
@@ -118,8 +119,10 @@ class _Receives:
         """Block: in a loopback world every rank is a thread of its own, and has nothing else to do."""
         return self.block()
 
-    def block(self) -> bool:
+    def block(self, done: Callable[[], bool] | None = None) -> bool:
         """Return True once all messages are stored, False if one is missing at the time-out."""
+        if done is not None:
+            return done()
         while self.wanted:
             address, data = self.wanted[0]
             self.peer = address[0]
@@ -134,6 +137,10 @@ class _Receives:
 
     def settle(self, seconds: float, *, finished: bool) -> None:  # noqa: ARG002  (a thread's failure ends its world)
         """Count the wait."""
+        self.count(seconds)
+
+    def count(self, seconds: float) -> None:
+        """Count seconds of waiting."""
         self.transport.stats.wait_seconds += seconds
 
     def late(self) -> CollectiveTimeoutError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from mpizero.comm.health import Health
@@ -11,20 +12,29 @@ from mpizero.comm.waiting import ADVICE, SPINS, cores, poll
 from mpizero.errors import CollectiveTimeoutError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mpizero.typing import Bytes
 
-__all__ = ["MessageTransport"]
+__all__ = ["STRANDS", "MessageTransport"]
 
 TAG = 7
 """The tag of messages outside any channel: MPI keeps the order of messages between two ranks, so one is enough."""
-CHANNELS = 32000
+STRANDS = 3
+"""Streams of messages of one channel that never meet; each has a tag."""
+CHANNELS = 10000
 """MPI grants tags up to 32767 at least."""
 PIECE = 1 << 30
 """Bytes of the largest single message: a count beyond 2^31 fails on Open MPI 5.0 whatever the datatype."""
 
-SMALL_PIECE = 64 << 10
-"""Bytes of a message over TCP: two large ones that cross on one connection wait for each other, half of the wire idle,
-where a stream of short ones keeps it busy both ways."""
+SMALL_PIECE = 32 << 10
+"""Bytes of a message over TCP. Beyond Open MPI's eager limit of 64 KiB the go-ahead for a message waits behind the
+bytes that go the other way, and half of the wire is idle where two ranks exchange large ones: docs/decisions/0007."""
+WINDOW = 64
+"""Pieces of one message that are under way at a time, so that a slow receiver is not sent megabytes to keep."""
+
+Lane = tuple[str, int]
+"""`send to` or `receive from`, and the peer."""
 
 
 class MessageTransport:
@@ -39,14 +49,19 @@ class MessageTransport:
         self.timeout = timeout
         self._comm = mpi_comm
         self._tag, self._label = TAG, ""
+        self.strand = 0
+        """Added to the tag of what is posted next."""
         self._piece = [PIECE] * self.size
         """Per peer, the bytes of the largest single message; both ends must agree."""
         self._requests: list[Any] = []
         self._abandoned: list[Any] = []
-        self._peers: list[tuple[str, int]] = []
+        self._lanes: list[Lane] = []
+        self._waiting: dict[Lane, deque[Bytes]] = {}
+        """Pieces that are not posted yet."""
         module = mpi()
         self._byte = module.BYTE
         self.test_all = module.Request.Testall
+        self.test_some = module.Request.Testsome
         self.spins = SPINS if mpi_comm.size <= cores() else 1
 
     def cut_small(self, peers: list[int]) -> None:
@@ -56,31 +71,49 @@ class MessageTransport:
 
     def speak_of(self, number: int | None, label: str) -> None:
         """Change to the channel `number`, or with None to the common one; see `Communicator.channel`."""
-        self._tag = TAG if number is None else TAG + 1 + number % CHANNELS
+        self._tag = TAG if number is None else TAG + STRANDS * (1 + number % CHANNELS)
         self._label = label
 
     def send(self, peer: int, data: Bytes) -> None:
         """Post a send of the bytes of `data`."""
-        for piece in _pieces(data, self._piece[peer]):
-            self._requests.append(self._comm.Isend([piece, piece.nbytes, self._byte], peer, self._tag))
-            self._peers.append(("send to", peer))
+        self._enter(("send to", peer), _pieces(data, self._piece[peer]))
         self.stats.messages_sent += 1
         self.stats.bytes_sent += data.nbytes
 
     def receive(self, peer: int, data: Bytes) -> None:
         """Post a receive into the bytes of `data`."""
-        for piece in _pieces(data, self._piece[peer]):
-            self._requests.append(self._comm.Irecv([piece, piece.nbytes, self._byte], peer, self._tag))
-            self._peers.append(("receive from", peer))
+        self._enter(("receive from", peer), _pieces(data, self._piece[peer]))
         self.stats.bytes_received += data.nbytes
+
+    def _enter(self, lane: Lane, pieces: list[Bytes]) -> None:
+        """Post the first pieces, and keep the others back, in order, behind those of the same lane."""
+        waiting = self._waiting.get(lane)
+        if waiting:
+            waiting.extend(pieces)
+            return
+        for piece in pieces[:WINDOW]:
+            self._requests.append(self.post(lane, piece, self._tag + self.strand))
+            self._lanes.append(lane)
+        if len(pieces) > WINDOW:
+            self._waiting[lane] = deque(pieces[WINDOW:])
+
+    def post(self, lane: Lane, piece: Bytes, tag: int) -> Any:
+        """Return the request of one message."""
+        kind, peer = lane
+        message = [piece, piece.nbytes, self._byte]
+        if kind == "send to":
+            return self._comm.Isend(message, peer, tag)
+        return self._comm.Irecv(message, peer, tag)
 
     def pending(self, what: str) -> _Requests | None:
         """Return the wait for everything posted since the last one; None if nothing was."""
         if not self._requests:
             return None
-        requests, self._requests = self._requests, []
-        peers, self._peers = self._peers, []
-        return _Requests(self, requests, peers, f"{what} of {self._label}" if self._label else what)
+        wait = _Requests(self, f"{what} of {self._label}" if self._label else what, self._tag + self.strand)
+        wait.requests, self._requests = self._requests, []
+        wait.lanes, self._lanes = self._lanes, []
+        wait.waiting, self._waiting = self._waiting, {}
+        return wait
 
     def abandon(self, requests: list[Any]) -> None:
         """Keep requests that nobody waits for any more, since MPI may still write into their buffers."""
@@ -91,19 +124,34 @@ class MessageTransport:
 class _Requests:
     """Wait for MPI requests."""
 
-    def __init__(
-        self, transport: MessageTransport, requests: list[Any], peers: list[tuple[str, int]], what: str
-    ) -> None:
-        self.transport, self.requests, self.peers, self.what = transport, requests, peers, what
+    def __init__(self, transport: MessageTransport, what: str, tag: int) -> None:
+        self.transport, self.what, self.tag = transport, what, tag
+        self.requests: list[Any] = []
+        self.lanes: list[Lane] = []
+        """Per request, what it is."""
+        self.waiting: dict[Lane, deque[Bytes]] = {}
+        """Pieces that follow as earlier ones of their lane are done."""
         self._test_all = transport.test_all
 
     def done(self) -> bool:
-        """Return whether all have come."""
-        return bool(self._test_all(self.requests))
+        """Return whether all have come; posts pieces that were kept back."""
+        return bool(self._test_all(self.requests)) if not self.waiting else self._follow()
 
-    def block(self) -> bool:
-        """Return True once all have come, False after the time-out."""
-        return poll(self.done, self.transport.timeout, lambda: self._missing("waits for"), spins=self.transport.spins)
+    def _follow(self) -> bool:
+        for index in self.transport.test_some(self.requests) or ():
+            lane = self.lanes[index]
+            pieces = self.waiting.get(lane)
+            if pieces:
+                self.requests[index] = self.transport.post(lane, pieces.popleft(), self.tag)
+                if not pieces:
+                    del self.waiting[lane]
+        return False
+
+    def block(self, done: Callable[[], bool] | None = None) -> bool:
+        """Return True once all have come, or what `done` asks instead, False after the time-out."""
+        return poll(
+            done or self.done, self.transport.timeout, lambda: self._missing("waits for"), spins=self.transport.spins
+        )
 
     def overdue(self, seconds: float) -> bool:
         """Return whether `seconds` is more than the time-out."""
@@ -111,9 +159,13 @@ class _Requests:
 
     def settle(self, seconds: float, *, finished: bool) -> None:
         """Count the wait, and give its requests up if it was given up."""
-        self.transport.stats.wait_seconds += seconds
+        self.count(seconds)
         if not finished:
             self.transport.abandon(self.requests)
+
+    def count(self, seconds: float) -> None:
+        """Count seconds of waiting."""
+        self.transport.stats.wait_seconds += seconds
 
     def late(self) -> CollectiveTimeoutError:
         """Say what a time-out means."""
@@ -121,7 +173,7 @@ class _Requests:
 
     def _missing(self, verb: str) -> str:
         """Say which messages are still missing, as `all_gather of x: rank 0 of 2 VERB: receive from rank 1`."""
-        posted = zip(self.requests, self.peers, strict=True)
+        posted = zip(self.requests, self.lanes, strict=True)
         waiting = [f"{kind} rank {peer}" for request, (kind, peer) in posted if not request.Get_status()]
         missing = ", ".join(sorted(set(waiting))) or "nothing any more"
         return f"{self.what}: rank {self.transport.rank} of {self.transport.size} {verb}: {missing}"

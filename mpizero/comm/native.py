@@ -16,6 +16,8 @@ from mpizero.comm.waiting import ADVICE, SPINS, cores, poll
 from mpizero.errors import CollectiveTimeoutError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mpizero.arrays import View
     from mpizero.comm.health import Health
 
@@ -116,10 +118,12 @@ class _Request:
         """What MPI works on until the request is done: mpi4py does not keep all of it."""
         self.done = request.Test
 
-    def block(self) -> bool:
+    def block(self, done: Callable[[], bool] | None = None) -> bool:
         """Return True once it is over, False after the time-out."""
         native = self.native
-        return poll(self.done, native.timeout, lambda: f"{self._here()} waits for its peers", spins=native.spins)
+        return poll(
+            done or self.done, native.timeout, lambda: f"{self._here()} waits for its peers", spins=native.spins
+        )
 
     def overdue(self, seconds: float) -> bool:
         """Return whether `seconds` is more than the time-out."""
@@ -129,6 +133,9 @@ class _Request:
         """Give the request up if the wait was."""
         if not finished:
             self.native.abandon((self.request, self.buffers))
+
+    def count(self, seconds: float) -> None:
+        """Do nothing: what MPI does inside is not counted."""
 
     def late(self) -> CollectiveTimeoutError:
         """Say what a time-out means."""

@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from mpizero.comm.waiting import poll
+from mpizero.errors import CollectiveTimeoutError
+
 __all__ = ["Points", "measure_links"]
 
 Points = list[tuple[int, float]]
@@ -14,6 +17,8 @@ Points = list[tuple[int, float]]
 
 SIZES = ((8, 20), (64 << 10, 6), (1 << 20, 3))
 """Bytes, and how many times there and back; at 1 Gbit/s all of it takes a tenth of a second."""
+
+LONG = 600.0
 
 
 def measure_links(mpi_comm: Any, nodes: tuple[int, ...]) -> dict[str, Points]:
@@ -29,10 +34,16 @@ def measure_links(mpi_comm: Any, nodes: tuple[int, ...]) -> dict[str, Points]:
     pairs = {"local": _first_pair(nodes, alike=True), "remote": _first_pair(nodes, alike=False)}
     found: dict[str, Points] = {}
     for kind, pair in pairs.items():
-        mpi_comm.Barrier()
         points = _between(mpi_comm, *pair) if pair is not None else []
+        _finish(mpi_comm.Ibarrier())  # ranks that wait in a blocking call would spin on the cores of those that measure
         found[kind] = mpi_comm.bcast(points, root=pair[0] if pair is not None else 0)
     return found
+
+
+def _finish(request: Any) -> None:
+    """Wait as collectives do."""
+    if not poll(request.Test, LONG, lambda: "the first measurement of links waits for a peer"):
+        raise CollectiveTimeoutError(f"a rank must answer within {LONG:.0f} s in the first measurement of links")
 
 
 def _first_pair(nodes: tuple[int, ...], *, alike: bool) -> tuple[int, int] | None:
@@ -55,12 +66,8 @@ def _between(mpi_comm: Any, one: int, other: int) -> Points:
         seconds = []
         for _ in range(times + 1):
             start = time.perf_counter()
-            if mpi_comm.rank == one:
-                mpi_comm.Send(data, peer)
-                mpi_comm.Recv(data, peer)
-            else:
-                mpi_comm.Recv(data, peer)
-                mpi_comm.Send(data, peer)
+            for sends in (mpi_comm.rank == one, mpi_comm.rank != one):
+                _finish(mpi_comm.Isend(data, peer) if sends else mpi_comm.Irecv(data, peer))
             seconds.append((time.perf_counter() - start) / 2)
         points.append((nbytes, float(np.median(seconds[1:]))))
     return points
