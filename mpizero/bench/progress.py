@@ -36,7 +36,7 @@ class Progress:
 
     def __enter__(self) -> Self:
         """Start the clocks."""
-        self.start = self._last = time.perf_counter()
+        self.start = time.perf_counter()
         self.before = mz.stats(self.model).copy()
         if self.live:
             self._open_bar()

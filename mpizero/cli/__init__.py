@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from mpizero.errors import ArgumentError, MpiZeroError
+from mpizero.errors import ArgumentError, ArgumentTypeError, MpiZeroError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(module.run(options))
     except MpiZeroError as error:
         print(f"mpizero {name}: {error}", file=sys.stderr)
-        return BAD_USAGE if isinstance(error, ArgumentError) else FAILED
+        return BAD_USAGE if isinstance(error, ArgumentError | ArgumentTypeError) else FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
 

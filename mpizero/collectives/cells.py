@@ -63,6 +63,7 @@ class CellCall:
         is_rooted = self.traits.rooted and self.traits.input in {"root", "source"}
         self._gives = not is_rooted or self.rank == meeting.root
         self._add = self._sum_of_two()
+        self._quiet = Quiet()
 
     def _cell(self, parity: int, rank: int) -> View:
         width = self.dtype.itemsize
@@ -100,7 +101,7 @@ class CellCall:
                 self._take(View(output, self.dtype))
             else:
                 low, high = self._cells[number & 1]
-                self._add(low.data[: output.size], high.data[: output.size], output)
+                self._quiet.run(self._add, low.data[: output.size], high.data[: output.size], out=output)
             whole = True
         finally:
             if not whole:
@@ -122,6 +123,7 @@ class CellCall:
         board = self.board
         if ufunc is None or board.fence is not None:
             return partial(self.run, source, output)
+        quietly = self._quiet.run
         words, health, comm, stats = board.words, board.health, self.comm, self.stats
         signature, what, flags = self.meeting.signature, self.meeting.what, board.arrived
         flag, (peer,) = flags[self.rank], board.peers
@@ -144,7 +146,7 @@ class CellCall:
                 at = theirs[parity]
                 if words[at] != signature or words[at + 1] != channel:
                     check_records(board)
-                ufunc(left[parity], right[parity], output)
+                quietly(ufunc, left[parity], right[parity], out=output)
                 whole = True
             finally:
                 if not whole:
@@ -152,10 +154,10 @@ class CellCall:
 
         return run
 
-    def _sum_of_two(self) -> Quiet | None:
+    def _sum_of_two(self) -> np.ufunc | None:
         """Return all the arithmetic of an all-reduce of plain elements on two ranks, None for another call."""
         plain = self.size == 2 and self.divisor == 1 and not self.dtype.is_half and self.dtype.kind != "c"
-        return Quiet(UFUNCS[self.op]) if self.meeting.operation == "all_reduce" and plain else None
+        return UFUNCS[self.op] if self.meeting.operation == "all_reduce" and plain else None
 
     def _pulls(self, output: View) -> list[tuple[int, int, int, int]]:
         """Return what a call that sums nothing copies: (rank whose cell, element there, element here, count)."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mpizero.arrays import UFUNCS, View, combine
+from mpizero.arrays import UFUNCS, Quiet, View, combine
 from mpizero.collectives.agree import check_records
 from mpizero.collectives.loads import Task, tasks
 from mpizero.collectives.registry import OPERATIONS, build
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["BLOCK", "FAR_BLOCK", "Fallback", "Meeting", "PhaseCall"]
 
 Fallback = Callable[[View, View], "Iterator[Wait]"]
-BLOCK = 128 << 10
+BLOCK = 256 << 10
 """Bytes of a chunk to work on at a time: a block of every source, the result and the partial sums stay in a core's
 cache between the load that brings them and the store that takes them away."""
 
@@ -77,7 +77,8 @@ class PhaseCall:
         self._posted: tuple[int, int, int, int] = (0, 0, -1, 0)
         """Addresses of input and output, version of the mappings and channel, for which `_record` was made."""
         self._record = b""
-        self._jobs: dict[tuple[bytes, ...], list[_Job]] = {}
+        self._quiet = Quiet()
+        self._jobs: dict[tuple[bytes, ...], list[_Job | _PairJob]] = {}
         """This rank's jobs by all ranks' records, for the last few buffers."""
 
     def steps(self, source: View, output: View) -> Iterator[Wait]:
@@ -159,9 +160,8 @@ class PhaseCall:
             if len(self._jobs) == REMEMBERED:
                 self._jobs.clear()
             self._jobs[records] = jobs
-        with np.errstate(all="ignore"):  # infinity minus infinity is the caller's data
-            for job in jobs:
-                self.stats.bytes_loaded += job.run()
+        for job in jobs:
+            self.stats.bytes_loaded += self._quiet.run(job.run)  # infinity minus infinity is the caller's data
         board.finish()
 
 
@@ -267,6 +267,25 @@ class _Job:
         return self.foreign
 
 
+class _PairJob:
+    """Be the task of an all-reduce of plain elements on two ranks with mapped buffers: the shortest loop there is."""
+
+    def __init__(self, ufunc: np.ufunc, arrays: tuple[Bytes, Bytes, Bytes, Bytes], step: int) -> None:
+        self.ufunc, self.arrays, self.step = ufunc, arrays, step
+        self.foreign = 2 * arrays[0].nbytes
+
+    def run(self) -> int:
+        """Load, sum and store the chunk, block by block; return the bytes that came from and went to the peer."""
+        ufunc, step = self.ufunc, self.step
+        left, right, own, theirs = self.arrays
+        for start in range(0, left.size, step):
+            stop = start + step
+            result = own[start:stop]
+            ufunc(left[start:stop], right[start:stop], out=result)
+            theirs[start:stop] = result
+        return self.foreign
+
+
 class _Finder:
     """Make jobs of tasks: find the parts of all ranks, and make a block's worth of scratch."""
 
@@ -278,7 +297,7 @@ class _Finder:
         self.dtype = call.dtype
         self.step = (BLOCK if far.all_mapped() else FAR_BLOCK) // self.dtype.itemsize
 
-    def job(self, task: Task) -> _Job:
+    def job(self, task: Task) -> _Job | _PairJob:
         """Return a task with its parts."""
         length = self.layout.length(task.chunk)
         if not length:
@@ -286,11 +305,19 @@ class _Finder:
         sources = [self._source(rank, task.chunk, length) for rank in task.sources]
         targets = [self._target(rank, task.chunk, length) for rank in task.targets if rank != self.rank]
         own = self._target(self.rank, task.chunk, length).array if self.rank in task.targets else None
+        if own is not None and self._is_pair(sources, targets):
+            left, right = (source.array for source in sources)
+            return _PairJob(UFUNCS[self.op], (left, right, own, targets[0].array), self.step)
         kernel = self._summing(sources, own) if self.traits.reduces else self._copying(sources[0], own)
         job = _Job(length, self.step, kernel, targets)
         foreign = sum(rank != self.rank for rank in (*task.sources, *task.targets))
         job.foreign = foreign * length * self.dtype.itemsize
         return job
+
+    def _is_pair(self, sources: list[Any], targets: list[Any]) -> bool:
+        two = self.size == 2 and self.traits.reduces and len(targets) == 1
+        plain = self.divisor == 1 and not self.dtype.is_half
+        return two and plain and all(isinstance(part, _Mapped) for part in (*sources, *targets))
 
     def _source(self, rank: int, chunk: int, length: int) -> Any:
         if rank == self.rank:

@@ -12,45 +12,51 @@ import numpy as np
 
 from mpizero.arrays import flat_memory
 from mpizero.collectives.bind import BINDERS
-from mpizero.collectives.call import default_communicator
 from mpizero.collectives.loads import LOADS
+from mpizero.comm import world
 
 if TYPE_CHECKING:
     from mpizero.collectives.route import Plan
+    from mpizero.typing import Bytes
 
 __all__ = ["quick"]
 
 MOST = 1024
 """Remembered plans per communicator; beyond that they are made each time."""
+_WORDS = {
+    "all_reduce": ("op", "order"),
+    "reduce_scatter": ("op", "order"),
+    "all_gather": (),
+    "all_to_all": (),
+    "broadcast": ("root",),
+}
 
 
-def quick(operation: str, x: Any, comm: Any, out: Any, algorithm: str, **words: Any) -> bool:
+def quick(operation: str, x: Any, comm: Any, out: Any, words: tuple[Any, ...]) -> bool:
     """Run a collective by loads and return True, or do nothing and return False.
 
     Args:
         operation: the collective's name.
         x: a contiguous numpy array or torch tensor; in place where `out` is None.
-        comm: a communicator with a board.
+        comm: a communicator with a board; None means `mpizero.world()`.
         out: the result, apart from `x`, or None.
-        algorithm: what the caller asked for.
-        words: the verb's other arguments, hashable.
+        words: the algorithm, and then the arguments that `_WORDS` names.
     """
     if comm is None:
-        comm = default_communicator(None)
+        comm = world()
     if getattr(comm, "board", None) is None or comm.under_way:
         return False
     source = flat_memory(x)
-    output = source if out is None else flat_memory(out)
+    output = source if out is None else _apart(x, source, out)
     if source is None or output is None or not output.flags.writeable:
         return False
-    if out is not None and (out.dtype != x.dtype or np.may_share_memory(source, output)):
-        return False
-    plans = comm.notes.setdefault("plans", {})
-    # Shapes, since the result's must be the operand's; the type, since libraries may call their dtypes alike.
-    key = (operation, type(x), x.dtype, x.shape, None if out is None else out.shape, algorithm, *words.values())
-    plan = plans.get(key)
+    key = (operation, x.dtype, x.shape, words, None if out is None else out.shape)
+    plans: dict[Any, Any] | None = comm.notes.get("plans")
+    if plans is None:
+        plans = comm.notes["plans"] = {}
+    plan: Any = plans.get(key)
     if plan is None:
-        plan = _decide(operation, (x, out), comm, algorithm, words)
+        plan = _decide(operation, (x, out), comm, words)
         if len(plans) < MOST:
             plans[key] = plan
     if plan is False:
@@ -63,11 +69,22 @@ def quick(operation: str, x: Any, comm: Any, out: Any, algorithm: str, **words: 
     return True
 
 
-def _decide(operation: str, arrays: tuple[Any, Any], comm: Any, algorithm: str, words: dict[str, Any]) -> Plan | bool:
+def _apart(x: Any, source: Bytes | None, out: Any) -> Bytes | None:
+    """Return the memory of a result that is of the operand's dtype and shares nothing with it; None for another."""
+    output = flat_memory(out)
+    if source is None or output is None or out.dtype != x.dtype or np.may_share_memory(source, output):
+        return None
+    return output
+
+
+def _decide(operation: str, arrays: tuple[Any, Any], comm: Any, words: tuple[Any, ...]) -> Plan | bool:
     """Check as the verb does; return the plan for arrays like these, or False where the short way is not for them."""
     x, out = arrays
-    given = {} if out is None else {"out": out}
-    call, _ = BINDERS[operation](x, comm, **given, **words)
+    algorithm, *values = words
+    named = dict(zip(_WORDS[operation], values, strict=True))
+    if out is not None:
+        named["out"] = out
+    call, _ = BINDERS[operation](x, comm, **named)
     route = call.route()
     if not route.total or route.choose(algorithm) != LOADS:
         return False

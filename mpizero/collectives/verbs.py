@@ -70,7 +70,7 @@ def all_reduce(
 
     Moves 2 S (p-1)/p bytes per rank for S bytes, but for `tree` (at most 2 S log2 p).
     """
-    if not async_op and quick("all_reduce", x, comm, out, algorithm, op=op, order=order):
+    if not async_op and quick("all_reduce", x, comm, out, (algorithm, op, order)):
         return x if out is None else out
     call, result = bind.all_reduce(x, comm, op=op, out=out, order=order)
     return call.start(algorithm, result=result, async_op=async_op)
@@ -105,7 +105,7 @@ def reduce_scatter(
     Moves S (p-1)/p bytes per rank.
     """
     plain = out is not None and counts is None and not async_op
-    if plain and quick("reduce_scatter", x, comm, out, algorithm, op=op, order=order):
+    if plain and quick("reduce_scatter", x, comm, out, (algorithm, op, order)):
         return out
     call, result = bind.reduce_scatter(x, comm, op=op, out=out, counts=counts, order=order)
     return call.start(algorithm, result=result, async_op=async_op)
@@ -136,7 +136,7 @@ def all_gather(
 
     Moves S (p-1)/p bytes per rank for a result of S bytes.
     """
-    if out is not None and counts is None and not async_op and quick("all_gather", x, comm, out, algorithm):
+    if out is not None and counts is None and not async_op and quick("all_gather", x, comm, out, (algorithm,)):
         return out
     call, result = bind.all_gather(x, comm, out=out, counts=counts)
     return call.start(algorithm, result=result, async_op=async_op)
@@ -171,7 +171,7 @@ def all_to_all(
     Moves S (p-1)/p bytes per rank, but for `bruck` (S/2 log2 p).
     """
     plain = out is not None and counts is None and out_counts is None and not async_op
-    if plain and quick("all_to_all", x, comm, out, algorithm):
+    if plain and quick("all_to_all", x, comm, out, (algorithm,)):
         return out
     call, result = bind.all_to_all(x, comm, out=out, counts=counts, out_counts=out_counts)
     return call.start(algorithm, result=result, async_op=async_op)
@@ -191,7 +191,7 @@ def broadcast(x: Any, comm: Any = None, *, root: int = 0, algorithm: str = "auto
     Returns:
         `x`, or a `Work` that gives it. A rank moves at most S ceil(log2 p) bytes.
     """
-    if not async_op and quick("broadcast", x, comm, None, algorithm, root=root):
+    if not async_op and quick("broadcast", x, comm, None, (algorithm, root)):
         return x
     call, result = bind.broadcast(x, comm, root=root)
     return call.start(algorithm, result=result, async_op=async_op)

@@ -36,7 +36,7 @@ LINE = 64
 """Bytes of a cache line: flags of different ranks lie on different ones, or each store would disturb all readers."""
 WORDS = 8
 """64-bit words of a record."""
-PATIENCE = 300
+PATIENCE = 5000
 """Looks at a flag, some tens of nanoseconds each, before a rank that waits in its own thread waits as all do."""
 CELL = 32 << 10
 """Bytes of a cell; two sets of as many cells as there are ranks stay in cache on a node of some dozen ranks."""

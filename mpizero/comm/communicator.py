@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpizero.comm.abort import abort, install_abort_hooks
-from mpizero.comm.board import Board, make_board
+from mpizero.comm.board import make_board
 from mpizero.comm.describe import machine
 from mpizero.comm.health import Health
 from mpizero.comm.heap import Heap
@@ -89,7 +89,8 @@ class Communicator:
         """The number of each rank's node, in the order of the nodes' lowest ranks."""
         self.remember(self._comm.bcast(self._site_notes() if self.rank == 0 else None))
         shares = self.node is self and self.size > 1 and settings().loads
-        self._board = make_board(self._comm, self.transport.timeout, self.health) if shares else None
+        self.board = make_board(self._comm, self.transport.timeout, self.health) if shares else None
+        """The memory through which all ranks meet; None where they are on several hosts or can share none."""
         self._heap: Heap | None = None
         if self.size > 1 and settings().abort:
             install_abort_hooks()
@@ -141,11 +142,6 @@ class Communicator:
     def native(self) -> NativeCollectives | None:
         """Return the MPI library's own collectives; None inside a channel."""
         return None if self.channel_number else self._native
-
-    @property
-    def board(self) -> Board | None:
-        """Return the memory through which all ranks meet; None where they are on several hosts or can share none."""
-        return self._board
 
     @property
     def heap(self) -> Heap:
@@ -275,7 +271,7 @@ class Communicator:
         self.node.close()
         if self._heap is not None:
             self._heap.close()
-        self._board = None
+        self.board = None
         if "private" in self.__dict__:
             self.private.close()
         self._comm.Free()
