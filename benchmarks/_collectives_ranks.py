@@ -1,7 +1,7 @@
 """What benchmarks/collectives measures in ranks beside bin/*_perf; rank 0 prints one line of JSON.
 
 memory NBYTES BUFFER    bytes by which a rank's memory grows with its first all-reduce, the mean over ranks
-links                   one-way times between neighbours and between hosts, and the speed of adding and copying
+links                   what was timed of the links, and the speed of adding and copying
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import numpy as np
 
 import mpizero as mz
 
-SIZES = (64, 1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20)
 ROUNDS = 15
 BLOCK = 1 << 20
 
@@ -47,33 +46,11 @@ def pss() -> int:
 def links() -> dict:
     """Measure the numbers that the cost model wants."""
     comm = mz.world()
-    far = next((rank for rank, node in enumerate(comm.nodes) if node), None)
-    near = next((rank for rank, node in enumerate(comm.nodes) if rank and not node), None)
-    found = {"remote": one_way(comm, far), "local": one_way(comm, near)}
+    found = dict(comm.notes["links"])  # timed when the communicator was made
     x, y = np.ones(BLOCK // 4, np.float32), np.ones(BLOCK // 4, np.float32)
     found["gamma"] = repeated(lambda: np.add(x, y, out=x)) / BLOCK
     found["copy"] = repeated(lambda: np.copyto(x, y)) / BLOCK
     return found
-
-
-def one_way(comm, peer: int | None) -> list[tuple[int, float]]:
-    """Return (bytes, seconds) of messages between rank 0 and a peer; nothing without one."""
-    points = []
-    for nbytes in SIZES if peer is not None else ():
-        data = np.zeros(nbytes, np.uint8)
-        times = []
-        for _ in range(ROUNDS):
-            comm.mpi.Barrier()
-            start = time.perf_counter()
-            if comm.rank == 0:
-                comm.mpi.Send(data, peer)
-                comm.mpi.Recv(data, peer)
-            elif comm.rank == peer:
-                comm.mpi.Recv(data, 0)
-                comm.mpi.Send(data, 0)
-            times.append(time.perf_counter() - start)
-        points.append((nbytes, statistics.median(times) / 2))
-    return points
 
 
 def repeated(call) -> float:

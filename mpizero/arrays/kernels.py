@@ -22,9 +22,10 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from mpizero.arrays.dtypes import DType
     from mpizero.arrays.view import View
 
-__all__ = ["UFUNCS", "Quiet", "combine", "copy"]
+__all__ = ["UFUNCS", "Quiet", "can_add_halves", "combine", "copy", "halves_adder"]
 
 Array = np.ndarray[Any, Any]
 
@@ -106,6 +107,25 @@ def _combine(ufunc: np.ufunc, dst: View, left: View, right: View, divisor: int) 
             ufunc(*operands, out=dst.data[part])
         else:
             _store(dst, part, ufunc(*operands), divisor)
+
+
+def can_add_halves() -> bool:
+    """Return whether torch is there to add 16-bit floats."""
+    return "torch" in sys.modules
+
+
+def halves_adder(dtype: DType, dst: Array, left: Array, right: Array) -> Callable[[int, int], None]:
+    """Return a function of (start, stop) that adds those elements of two arrays of 16-bit floats into a third.
+
+    As `combine(..., once=True)`, without the price of looking at the arrays for each block; they must be writable.
+    """
+    torch = sys.modules["torch"]
+    total, low, high = (_as_torch(torch, array, dtype.name) for array in (dst, left, right))
+
+    def add(start: int, stop: int) -> None:
+        torch.add(low[start:stop], high[start:stop], out=total[start:stop])
+
+    return add
 
 
 def _add_by_torch(*views: View) -> bool:

@@ -80,6 +80,8 @@ class Square:
     """Element offsets in the input of what goes to each rank, and its end."""
     arriving: list[int]
     """Element offsets in the output of what comes from each rank, and its end."""
+    alike: bool = False
+    """Whether all ranks cut alike, into equal parts."""
 
     @property
     def longest(self) -> int:

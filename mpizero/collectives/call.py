@@ -132,7 +132,7 @@ class Call:
             raise ArgumentError(must_be("elements of out", rule, self.out.view.count))
         if check_no_partial_overlap(self.x.array, out) and self.count:
             raise ArgumentError(must_be("out", "memory apart from x", "x itself", "an all-to-all is never in place"))
-        self.lay(Square(self.comm.rank, self.size, leaving, arriving), self.count)
+        self.lay(Square(self.comm.rank, self.size, leaving, arriving, alike=not self.uneven), self.count)
 
     def lay(self, layout: Layout, total: int) -> None:
         """Set where chunks lie and how many elements the whole has."""

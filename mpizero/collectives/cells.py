@@ -118,41 +118,64 @@ class CellCall:
         board.arrive()
 
     def bind(self, source: Bytes, output: Bytes) -> Callable[[], None]:
-        """Return `run` on these arrays, with all that can be looked up beforehand looked up: for two ranks that add."""
-        ufunc = self._sum_of_two()
+        """Return `run` on these arrays, with all that can be looked up beforehand looked up."""
         board = self.board
-        if ufunc is None or board.fence is not None:
+        if board.fence is not None:
             return partial(self.run, source, output)
-        quietly = self._quiet.run
         words, health, comm, stats = board.words, board.health, self.comm, self.stats
-        signature, what, flags = self.meeting.signature, self.meeting.what, board.arrived
-        flag, (peer,) = flags[self.rank], board.peers
-        other, records, theirs = flags[peer], self._records, [found[peer] for found in board.records]
-        left, right = ([pair[rank].data[: output.size] for pair in self._cells] for rank in range(2))
-        mine = (left, right)[self.rank]
+        signature, extra, what = self.meeting.signature, self.meeting.extra, self.meeting.what
+        flags, records, rank = board.arrived, self._records, self.rank
+        flag, peers = flags[rank], [flags[peer] for peer in board.peers]
+        theirs = [[found[peer] for peer in board.peers] for found in board.records]
+        mine = [cells[rank].data[: source.size] for cells in self._cells] if self._gives else []
+        finish = self._finisher(output)
 
         def run() -> None:
             board.number = number = board.number + 1
             parity = number & 1
             whole = False
             try:
-                mine[parity][...] = source
+                if mine:
+                    mine[parity][...] = source
                 at = records[parity]
                 words[at] = signature
-                words[at + 1] = channel = comm.channel_number << 32
+                words[at + 1] = other = comm.channel_number << 32 | extra
                 words[flag] = number
-                if words[other] < number:
-                    board.await_all(flags, what, stats)
-                at = theirs[parity]
-                if words[at] != signature or words[at + 1] != channel:
-                    check_records(board)
-                quietly(ufunc, left[parity], right[parity], out=output)
+                for peer in peers:
+                    if words[peer] < number:
+                        board.await_all(flags, what, stats)
+                        break
+                for at in theirs[parity]:
+                    if words[at] != signature or words[at + 1] != other:
+                        check_records(board)
+                finish(parity)
                 whole = True
             finally:
                 if not whole:
                     health.sound = False
 
         return run
+
+    def _finisher(self, output: Bytes) -> Callable[[int], None]:
+        """Return what makes this rank's result of the cells of one set."""
+        view = View(output, self.dtype)
+        if self._add is not None:
+            add, quietly = self._add, self._quiet.run
+            left, right = ([cells[rank].data[: output.size] for cells in self._cells] for rank in range(2))
+            return lambda parity: quietly(add, left[parity], right[parity], out=output)
+        if self.traits.reduces:
+            return lambda _: self._take(view)
+        pulls = self._pulls(view)
+        copies = [
+            [(output[to : to + count], cells[rank].data[at : at + count]) for rank, at, to, count in pulls]
+            for cells in self._cells
+        ]
+
+        def copy_all(parity: int) -> None:
+            for target, data in copies[parity]:
+                target[...] = data
+
+        return copy_all
 
     def _sum_of_two(self) -> np.ufunc | None:
         """Return all the arithmetic of an all-reduce of plain elements on two ranks, None for another call."""

@@ -1,12 +1,13 @@
 """Loads and stores on one host: every operation on symmetric, private and mixed buffers, in cells and in one phase."""
 
 import itertools
+import weakref
 
 import numpy as np
 import pytest
 
 import mpizero
-from mpizero.collectives import OPERATIONS, even_offsets, phase
+from mpizero.collectives import OPERATIONS, even_offsets, parts
 from mpizero.comm import CELL, mappings
 from mpizero.errors import CollectiveError
 
@@ -254,7 +255,7 @@ def test_uneven_counts_differ(alone):
 
 def test_every_operation_has_tasks():
     assert set(OPERATIONS) >= {"all_to_all", "gather", "scatter"}
-    assert phase.BLOCK % 4096 == 0
+    assert parts.BLOCK % 4096 == 0
 
 
 def test_a_buffer_of_another_communicator(world):
@@ -312,3 +313,28 @@ def test_k16_more_than_there_is(world, capfd):
     said = "".join(world.mpi.allgather(capfd.readouterr().err))
     assert said.count("private memory is used instead") == 1
     assert mappings().find(x.ctypes.data, x.nbytes, world.board.pids) is None
+
+
+@pytest.mark.parametrize("count", [100, 100_000])
+def test_no_buffer_is_kept(world, count):
+    """Plans and their jobs are remembered, the arrays that they ran on are not."""
+    for verb in (mpizero.all_reduce, mpizero.broadcast):
+        x = np.ones(count, np.float32)
+        gone = weakref.ref(x)
+        verb(x, world)
+        verb(x, world)
+        del x
+        assert gone() is None
+    out = np.empty(count * world.size, np.float32)
+    gone = weakref.ref(out)
+    mpizero.all_gather(np.ones(count, np.float32), world, out=out)
+    del out
+    assert gone() is None
+
+
+def test_scratch_is_bounded(world):
+    """Private buffers of any size need a few MiB beside them, which later collectives use again."""
+    for count in (1 << 20, 1 << 22):
+        mpizero.all_reduce(np.ones(count, np.float32), world)
+        mpizero.all_reduce(np.ones(count, np.float16), world)
+    assert world.scratch(0).nbytes <= 9 << 20
