@@ -7,6 +7,7 @@ the caller computes. It starts with the first asynchronous call and sleeps while
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections import deque
@@ -24,6 +25,9 @@ PASSES = 50
 """Rounds of polls without progress before the thread sleeps between them."""
 NAP = 30e-6
 """Seconds of one such sleep. The thread holds Python's lock while it polls, so it must not poll without a pause."""
+
+GRACE = 5.0
+"""Seconds that the thread has to end when the interpreter does."""
 
 
 class Work:
@@ -118,7 +122,20 @@ class _Engine:
     def __init__(self) -> None:
         self._wake = threading.Condition()
         self._queues: list[Queue] = []
-        threading.Thread(target=self._run, name="mpizero progress", daemon=True).start()
+        self._open = True
+        self._thread = threading.Thread(target=self._run, name="mpizero progress", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the thread: MPI, which is finalized after this, must not be called any more.
+
+        Called when the interpreter ends; collectives that nobody waited for are left as they are.
+        """
+        with self._wake:
+            self._open = False
+            self._wake.notify()
+        self._thread.join(GRACE)
 
     def serve(self, queue: Queue) -> None:
         """Take a queue up unless it is already served."""
@@ -132,8 +149,10 @@ class _Engine:
         while True:
             with self._wake:
                 self._queues = [queue for queue in self._queues if queue.jobs]
-                while not self._queues:
+                while self._open and not self._queues:
                     self._wake.wait()
+                if not self._open:
+                    return
                 queues = list(self._queues)
             moved = [queue.advance() for queue in queues]
             idle = 0 if any(moved) else idle + 1

@@ -154,3 +154,9 @@ def test_prepared_misuse(world):
         mpizero.prepare(mpizero.all_reduce, np.ones(3), world, op="avg")
     with pytest.raises(ArgumentTypeError, match="async_op"):
         mpizero.prepare(mpizero.all_reduce, np.ones(3), world, async_op=True)
+
+
+def test_work_that_nobody_waits_for(world):
+    """Left alone it is finished all the same, and what comes after on its communicator waits for it."""
+    mpizero.all_reduce(np.ones(50_000), world, async_op=True)
+    assert mpizero.all_reduce(np.ones(3), world)[0] == world.size
