@@ -1,5 +1,6 @@
 """What all tests share: which of them run here, and which in several ranks (see test_worlds.py)."""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,10 @@ HERE = Path(__file__).parent
 RANKED = (HERE / "mpi", HERE / "torch")
 PLUGIN = "mpizero.testing.mpi_pytest"
 NO_TESTS = 5
+
+found = importlib.util.find_spec("torch")
+if found is None or found.origin is None:
+    sys.modules["torch"] = None  # the folder tests/torch, on the path for the helpers' sake, is no torch to import
 
 ranked_args = pytest.StashKey[list]()
 """Paths and ids under tests/mpi or tests/torch that the command line named."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -18,7 +19,10 @@ from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["first_rank", "parse_plan", "size_of", "sizes_between"]
+__all__ = ["first_rank", "parse_plan", "say_once", "size_of", "sizes_between"]
+
+GRACE = 2.0
+"""Seconds that the other ranks leave to rank 0 to say what is wrong."""
 
 BUFFERS = ("private", "symmetric")
 ORDERS = ("any", "canonical")
@@ -35,6 +39,14 @@ MOST_SIZES = 10_000
 def first_rank() -> bool:
     """Return whether this process is the one that speaks, told by its launcher: MPI may not have been started."""
     return (launcher_rank() or 0) == 0
+
+
+def say_once(text: str) -> None:
+    """Print to stderr on rank 0; the others give it time, since a launcher ends the job when one rank has ended."""
+    if first_rank():
+        print(text, file=sys.stderr, flush=True)
+    else:
+        time.sleep(GRACE)
 
 
 def parse_plan(operation: str, argv: Sequence[str]) -> Plan:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpizero.bench.calls import CopyJob, Job, arrays_of, verb
 from mpizero.bench.cases import COPY, PEERS, Case, Plan, cases_of, shuffled
-from mpizero.bench.flags import first_rank, parse_plan
+from mpizero.bench.flags import parse_plan, say_once
 from mpizero.bench.report import report
 from mpizero.bench.results import Row, results_of, row_of, write_csv, write_json
 from mpizero.bench.summary import summarise
@@ -46,8 +46,7 @@ def main(operation: str, argv: Sequence[str] | None = None) -> int:
         plan = parse_plan(operation, sys.argv[1:] if argv is None else argv)
         return _Run(plan, world()).run()
     except MpiZeroError as error:
-        if first_rank():
-            print(f"{operation}_perf: {error}", file=sys.stderr, flush=True)
+        say_once(f"{operation}_perf: {error}")
         return BAD_USAGE if isinstance(error, ArgumentError | ArgumentTypeError) else WRONG
 
 

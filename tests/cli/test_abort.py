@@ -97,7 +97,8 @@ def test_a_users_hook_still_runs(run):
 
 
 CALLS = {
-    "barrier": ("mpizero.barrier()", "barrier (dissemination)", "rank 1"),
+    "barrier": ("mpizero.barrier()", "barrier (loads)", "rank 1"),
+    "loads": ("mpizero.all_reduce(np.ones(9000))", "all_reduce (loads)", "rank 1"),
     "ring": ("mpizero.all_reduce(np.ones(9000), algorithm='ring')", "all_reduce (ring)", "rank 1"),
     "direct": ("mpizero.all_reduce(np.ones(9000), algorithm='direct')", "all_reduce (direct)", "receive from rank 1"),
     "native": ("mpizero.all_reduce(np.ones(9), algorithm='native')", "all_reduce (native)", "its peers"),

@@ -305,7 +305,7 @@ def test_k16_more_than_there_is(world, capfd):
     patched = segment.free_bytes
     segment.free_bytes = lambda: 1 << 20
     try:
-        x = mpizero.empty(3 << 20, "uint8", world)
+        x = mpizero.empty(40 << 20, "uint8", world)  # more than any gap that earlier buffers have left
     finally:
         segment.free_bytes = patched
     x[:] = 1
