@@ -367,7 +367,7 @@ def test_complex_mean_divides_each_part_once():
     assert second == complex(np.inf, 1.0)
 
 
-@pytest.mark.parametrize("scratch", [1, 6000])
+@pytest.mark.parametrize("scratch", [1, 18_000])
 def test_segments_change_nothing(scratch, monkeypatch):
     """With little scratch a collective runs in many segments and gives the same bits, in place and apart."""
     count = 2003
