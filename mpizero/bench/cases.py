@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mpizero.arrays import dtype_named
-from mpizero.collectives import OPERATIONS, algorithms_of
+from mpizero.collectives import OPERATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["COPY", "LIMIT_FROM", "NO_OP", "PEERS", "Case", "Plan", "algorithm_names", "cases_of", "shuffled"]
+__all__ = ["COPY", "LIMIT_FROM", "NO_OP", "PEERS", "Case", "Plan", "cases_of", "shuffled"]
 
 COPY = "copy"
 """The name under which the memory limit is measured: every rank copies S bytes at the same time."""
@@ -73,11 +73,6 @@ class Case:
     """Elements of the whole array: of all ranks' parts together where an operation has parts, as in nccl-tests."""
     nbytes: int
     """Bytes of the whole array."""
-
-
-def algorithm_names(operation: str) -> list[str]:
-    """Return the algorithms that can be asked for: those that choose or are not schedules, then the registered ones."""
-    return ["auto", "native", "loads", *(entry.name for entry in algorithms_of(operation))]
 
 
 def cases_of(plan: Plan, ranks: int, *, limit: bool) -> list[Case]:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from mpizero.arrays import DTYPES, dtype_named
-from mpizero.bench.cases import NO_OP, PEERS, Plan, algorithm_names
+from mpizero.bench.cases import NO_OP, PEERS, Plan
 from mpizero.collectives import OPERATIONS
 from mpizero.collectives.call import check_reduction
+from mpizero.collectives.registry import names_of
 from mpizero.comm.describe import launcher_rank
 from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
 
@@ -64,7 +65,7 @@ def parse_plan(operation: str, argv: Sequence[str]) -> Plan:
     traits = OPERATIONS[operation]
     ops = _words("-o", options.o, OPS)
     dtypes = _words("-d", options.d, tuple(DTYPES))
-    known = algorithm_names(operation)
+    known = names_of(operation)
     every = options.algorithm == ALL
     if options.algorithm == NONE and options.versus is None:
         raise ArgumentError(must_be("--algorithm none", "given with --versus", "no --versus"))
@@ -157,7 +158,7 @@ def _parser(operation: str) -> argparse.ArgumentParser:
     add("-d", metavar="TYPE,...", default="float32", help="element types (default: %(default)s)")
     add("-o", metavar="OP,...", default="sum", help=f"reductions, of {', '.join(OPS)} (default: %(default)s)")
     add("-r", metavar="RANK", default="0", help="the root of broadcast and reduce (default: %(default)s)")
-    names = ", ".join(algorithm_names(operation))
+    names = ", ".join(names_of(operation))
     ways = f"of {names}; or all, or none but --versus (default: %(default)s)"
     add("--algorithm", metavar="A,...", default="auto", help=ways)
     add("--buffer", metavar="B,...", default="private", help="private, symmetric (default: %(default)s)")

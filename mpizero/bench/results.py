@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import platform
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
@@ -16,7 +15,7 @@ import numpy as np
 from mpizero import __version__
 from mpizero.bench.summary import Summary, summarise
 from mpizero.bench.timing import bus_bandwidth
-from mpizero.comm.describe import describe
+from mpizero.comm.describe import describe, machine
 from mpizero.comm.launch import cores
 from mpizero.errors import ArgumentError, must_be
 
@@ -101,7 +100,7 @@ def results_of(plan: Plan, hosts: tuple[str, ...], rows: list[Row], left_out: di
         "benchmark": f"{plan.operation}_perf",
         "operation": plan.operation,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": {"cores": cores(), "processor": _processor(), "system": platform.platform()},
+        "machine": {"cores": cores(), "processor": machine()["processor"], "system": platform.platform()},
         "versions": {
             "mpizero": __version__,
             "python": platform.python_version(),
@@ -161,16 +160,6 @@ def _replace(path: str, text: str) -> None:
     part = Path(f"{path}.part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
-
-
-def _processor() -> str:
-    """Return the processor's name as the kernel has it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or os.uname().machine)
 
 
 def _torch_version() -> str:

@@ -11,9 +11,8 @@ from mpizero.arrays import dtype_named
 from mpizero.bench.timing import median_of_slowest
 from mpizero.collectives import OPERATIONS, algorithms_of
 from mpizero.collectives.bind import BINDERS
-from mpizero.collectives.loads import LOADS
 from mpizero.collectives.prepare import Prepared
-from mpizero.collectives.registry import NATIVE
+from mpizero.collectives.registry import LOADS, NATIVE
 from mpizero.collectives.tuned import Choice, Row, Table, layout_of
 from mpizero.errors import ArgumentError
 

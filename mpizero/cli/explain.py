@@ -10,8 +10,8 @@ from mpizero.bench.tables import aligned
 from mpizero.cli.quantities import count_of, show_bytes, show_seconds
 from mpizero.collectives import OPERATIONS, algorithms_of
 from mpizero.collectives.cost import cost
-from mpizero.collectives.loads import LOADS
-from mpizero.collectives.registry import NATIVE
+from mpizero.collectives.links import place
+from mpizero.collectives.registry import LOADS, NATIVE
 from mpizero.collectives.select import Case, cluster_of, decide, pieces_of
 from mpizero.collectives.tuned import Table
 from mpizero.errors import ArgumentError, must_be
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
         raise ArgumentError(must_be("OPERATION", f"one of {', '.join(OPERATIONS)}", name))
     ranks = count_of("--ranks", options.ranks)
     per_node = ranks if options.per_node is None else count_of("--per-node", options.per_node)
-    nodes = tuple(rank // per_node for rank in range(ranks))
+    nodes = place(ranks, per_node)
     hosts = len(set(nodes))
     case = Case(
         size=ranks,

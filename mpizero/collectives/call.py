@@ -11,6 +11,7 @@ from mpizero.collectives.agree import OPS
 from mpizero.collectives.buffers import Layout, Line, Square
 from mpizero.collectives.registry import OPERATIONS
 from mpizero.collectives.route import Plan, Route
+from mpizero.comm import world
 from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
 
 if TYPE_CHECKING:
@@ -229,9 +230,7 @@ def check_reduction(dtype: DType, op: str) -> None:
 def default_communicator(comm: Any) -> Any:
     """Return `comm`, or the world communicator; refuse anything else."""
     if comm is None:
-        from mpizero.comm import world  # starts MPI only when it is needed
-
-        return world()
+        return world()  # starts MPI, at its first call
     if not hasattr(comm, "transport"):
         rule = "an mpizero.Communicator"
         remedy = "wrap an mpi4py communicator with mpizero.Communicator(comm)"

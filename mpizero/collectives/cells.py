@@ -77,7 +77,7 @@ class CellCall:
             source: this rank's input; empty where it has none.
             output: this rank's result; empty where it gets none.
         """
-        with self.board.collective():
+        with self.board.collective:
             self._come(source.data)
             yield self.board.all_arrived(self.meeting.what, self.stats)
             check_records(self.board)
@@ -91,21 +91,16 @@ class CellCall:
             output: the same for its result.
         """
         board = self.board
-        board.number = number = board.number + 1
-        whole = False
-        try:
+        with board.collective:
             self._come(source)
             board.await_all(board.arrived, self.meeting.what, self.stats)
             check_records(board)
             if self._add is None:
                 self._take(View(output, self.dtype))
             else:
-                low, high = self._cells[number & 1]
+                low, high = self._cells[board.number & 1]
                 self._quiet.run(self._add, low.data[: output.size], high.data[: output.size], out=output)
-            whole = True
-        finally:
-            if not whole:
-                board.health.sound = False
+                self.stats.bytes_loaded += output.nbytes
 
     def _come(self, source: Bytes) -> None:
         board = self.board
@@ -122,7 +117,7 @@ class CellCall:
         board = self.board
         if board.fence is not None:
             return partial(self.run, source, output)
-        words, health, comm, stats = board.words, board.health, self.comm, self.stats
+        words, collective, comm, stats = board.words, board.collective, self.comm, self.stats
         signature, extra, what = self.meeting.signature, self.meeting.extra, self.meeting.what
         flags, records, rank = board.arrived, self._records, self.rank
         flag, peers = flags[rank], [flags[peer] for peer in board.peers]
@@ -131,10 +126,9 @@ class CellCall:
         finish = self._finisher(output)
 
         def run() -> None:
-            board.number = number = board.number + 1
-            parity = number & 1
-            whole = False
-            try:
+            with collective:
+                number = board.number
+                parity = number & 1
                 if mine:
                     mine[parity][...] = source
                 at = records[parity]
@@ -149,23 +143,25 @@ class CellCall:
                     if words[at] != signature or words[at + 1] != other:
                         check_records(board)
                 finish(parity)
-                whole = True
-            finally:
-                if not whole:
-                    health.sound = False
 
         return run
 
     def _finisher(self, output: Bytes) -> Callable[[int], None]:
         """Return what makes this rank's result of the cells of one set."""
-        view = View(output, self.dtype)
+        view, stats = View(output, self.dtype), self.stats
         if self._add is not None:
             add, quietly = self._add, self._quiet.run
             left, right = ([cells[rank].data[: output.size] for cells in self._cells] for rank in range(2))
-            return lambda parity: quietly(add, left[parity], right[parity], out=output)
+
+            def sum_both(parity: int) -> None:
+                quietly(add, left[parity], right[parity], out=output)
+                stats.bytes_loaded += output.nbytes
+
+            return sum_both
         if self.traits.reduces:
             return lambda _: self._take(view)
         pulls = self._pulls(view)
+        loaded = sum(count for rank, _, _, count in pulls if rank != self.rank) * self.dtype.itemsize
         copies = [
             [(output[to : to + count], cells[rank].data[at : at + count]) for rank, at, to, count in pulls]
             for cells in self._cells
@@ -174,6 +170,7 @@ class CellCall:
         def copy_all(parity: int) -> None:
             for target, data in copies[parity]:
                 target[...] = data
+            stats.bytes_loaded += loaded
 
         return copy_all
 

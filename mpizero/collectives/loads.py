@@ -14,10 +14,7 @@ from typing import NamedTuple
 
 from mpizero.collectives.registry import OPERATIONS
 
-__all__ = ["LOADS", "Task", "tasks"]
-
-LOADS = "loads"
-"""The name under which these may be chosen, where all ranks are on one host."""
+__all__ = ["Task", "tasks"]
 
 
 class Task(NamedTuple):

@@ -85,7 +85,7 @@ class PhaseCall:
             CollectiveError: on every rank, where the ranks' records differ.
         """
         board, what = self.board, self.meeting.what
-        with board.collective():
+        with board.collective:
             self._come(source.data, output.data)
             yield board.all_arrived(what, self.stats)
             check_records(board)
@@ -98,9 +98,7 @@ class PhaseCall:
     def run(self, source: Bytes, output: Bytes) -> None:
         """Run it once in this thread; see `steps`."""
         board, what = self.board, self.meeting.what
-        board.number += 1
-        whole = False
-        try:
+        with board.collective:
             self._come(source, output)
             board.await_all(board.arrived, what, self.stats)
             check_records(board)
@@ -109,10 +107,6 @@ class PhaseCall:
             else:
                 self._work(source, output)
                 board.await_all(board.finished, what, self.stats)
-            whole = True
-        finally:
-            if not whole:
-                board.health.sound = False
 
     def bind(self, source: Bytes, output: Bytes) -> Callable[[], None]:
         """Return `run` on these arrays."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpizero.arrays import flat_memory
 from mpizero.collectives.bind import BINDERS
-from mpizero.collectives.loads import LOADS
+from mpizero.collectives.registry import LOADS
 from mpizero.comm import world
 
 if TYPE_CHECKING:
@@ -54,7 +54,10 @@ def quick(operation: str, x: Any, comm: Any, out: Any, words: tuple[Any, ...]) -
     plans: dict[Any, Any] | None = comm.notes.get("plans")
     if plans is None:
         plans = comm.notes["plans"] = {}
-    plan: Any = plans.get(key)
+    try:
+        plan: Any = plans.get(key)
+    except TypeError:  # a list for a word: the long way says what is wrong with it
+        return False
     if plan is None:
         plan = _decide(operation, (x, out), comm, words)
         if len(plans) < MOST:

@@ -10,7 +10,18 @@ from mpizero.collectives.order import Expr, Order, canonical
 from mpizero.collectives.schedule import Schedule
 from mpizero.errors import ArgumentError, must_be
 
-__all__ = ["NATIVE", "OPERATIONS", "Algorithm", "Operation", "algorithm", "algorithms_of", "build", "register"]
+__all__ = [
+    "LOADS",
+    "NATIVE",
+    "OPERATIONS",
+    "Algorithm",
+    "Operation",
+    "algorithm",
+    "algorithms_of",
+    "build",
+    "names_of",
+    "register",
+]
 
 Builder = Callable[..., Schedule]
 """`(size, rank, root) -> schedule of that rank`; with a fourth argument where the algorithm takes one."""
@@ -22,6 +33,8 @@ PIECES = "pieces"
 
 NATIVE = "native"
 """The name under which the MPI library's own collective may be chosen."""
+LOADS = "loads"
+"""The name under which loads and stores may be chosen, where all ranks are on one host; see `loads`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,13 +160,17 @@ def algorithms_of(operation: str) -> list[Algorithm]:
     return [entry for (op, _), entry in _ALGORITHMS.items() if op == operation]
 
 
+def names_of(operation: str) -> list[str]:
+    """Return all that may be asked for: what chooses, what is no schedule, and the registered algorithms."""
+    return ["auto", NATIVE, LOADS, *(entry.name for entry in algorithms_of(operation))]
+
+
 def algorithm(operation: str, name: str) -> Algorithm:
     """Return one algorithm; raise ArgumentError, with the known names, where there is none of that name."""
     try:
         return _ALGORITHMS[operation, name]
     except KeyError:
-        known = ", ".join(["auto", NATIVE, *(entry.name for entry in algorithms_of(operation))])
-        rule = f"one of {known} for {operation}"
+        rule = f"one of {', '.join(names_of(operation))} for {operation}"
         raise ArgumentError(must_be("algorithm", rule, name)) from None
 
 

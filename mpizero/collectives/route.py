@@ -15,11 +15,10 @@ from mpizero.collectives.agree import Signature, pack
 from mpizero.collectives.buffers import Arithmetic, Buffers, Layout, Line, Square
 from mpizero.collectives.cells import CellCall, fits
 from mpizero.collectives.execute import execute
-from mpizero.collectives.loads import LOADS
 from mpizero.collectives.phase import Meeting, PhaseCall
-from mpizero.collectives.registry import NATIVE, Operation, build
+from mpizero.collectives.registry import LOADS, NATIVE, Operation, build
 from mpizero.collectives.schedule import Schedule, even_offsets
-from mpizero.collectives.select import Case, choose, pieces_of, segment_of
+from mpizero.collectives.select import Case, by_messages, choose, pieces_of, segment_of
 from mpizero.comm.waiting import drive
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ class Route:
         return Arithmetic(self.dtype, self.op, self.comm.size if self.op == "mean" else 1)
 
     def _by_messages(self, source: View, output: View) -> Iterator[Wait]:
-        return self.plan(self.choose("fallback")).steps(source, output)
+        return self.plan(by_messages(self.operation.name, self.case()).name).steps(source, output)
 
     def _meeting(self) -> Meeting:
         name = self.operation.name

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpizero.collectives.execute import IN_FLIGHT, SCRATCH
-from mpizero.collectives.loads import LOADS
-from mpizero.collectives.registry import NATIVE, OPERATIONS, Algorithm, algorithm, algorithms_of
+from mpizero.collectives.registry import LOADS, NATIVE, OPERATIONS, Algorithm, algorithm, algorithms_of
 from mpizero.collectives.tuned import Choice, Table
 from mpizero.errors import ArgumentError, must_be
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from mpizero.collectives.links import Cluster
     from mpizero.collectives.schedule import Schedule
 
-__all__ = ["Case", "Decision", "choose", "cluster_of", "decide", "native_can", "pieces_of", "segment_of"]
+__all__ = ["Case", "Decision", "by_messages", "choose", "cluster_of", "decide", "native_can", "pieces_of", "segment_of"]
 
 SMALL = 16 << 10
 """Bytes under which the MPI library's own collective is the quickest over messages: it posts no Python per message."""
@@ -81,7 +80,7 @@ def decide(operation: str, requested: str, case: Case) -> Decision:
 
     Args:
         operation: the collective's name.
-        requested: what the caller asked for; `auto` leaves it to us, `fallback` too but by messages alone.
+        requested: what the caller asked for; `auto` leaves it to us.
         case: what it is to be used for.
 
     Raises:
@@ -89,14 +88,12 @@ def decide(operation: str, requested: str, case: Case) -> Decision:
     """
     if requested == "auto":
         return _auto(operation, case)
-    if requested == "fallback":
-        return _by_messages(operation, case)
     if requested == NATIVE:
         _check_native(operation, case)
         return Decision(NATIVE, "asked for")
     if requested == LOADS:
         if case.size == 1:
-            return _by_messages(operation, case)
+            return by_messages(operation, case)
         _check_loads(operation, case)
         return Decision(LOADS, "asked for")
     entry = algorithm(operation, requested)
@@ -133,7 +130,7 @@ def _auto(operation: str, case: Case) -> Decision:
         return Decision(choice.algorithm, f"the quickest of those measured at {choice.nbytes} bytes (mpizero tune)")
     if case.board:
         return Decision(LOADS, "all ranks are on one host and reach each other's memory")
-    return _by_messages(operation, case)
+    return by_messages(operation, case)
 
 
 def _can(operation: str, name: str, case: Case) -> bool:
@@ -145,7 +142,8 @@ def _can(operation: str, name: str, case: Case) -> bool:
     return True
 
 
-def _by_messages(operation: str, case: Case) -> Decision:
+def by_messages(operation: str, case: Case) -> Decision:
+    """Return the algorithm to use where memory cannot be shared."""
     if _native_allowed(operation, case) and case.nbytes <= SMALL and operation != "barrier":
         return Decision(NATIVE, f"at most {SMALL} bytes, where the MPI library's own is the quickest over messages")
     if "links" in case.notes and case.size <= MODELLED and operation != "barrier":

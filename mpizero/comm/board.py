@@ -15,16 +15,15 @@ itself; elsewhere `fence` stands between.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mpizero.comm.reach import Reach, probe
 from mpizero.comm.segment import PAGE, Segment, fence, share
-from mpizero.comm.waiting import ADVICE, SPINS, cores, drive, poll
+from mpizero.comm.waiting import ADVICE, drive, poll, spins_for
 from mpizero.errors import CollectiveTimeoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from mpizero.comm.health import Health
     from mpizero.comm.stats import Stats
@@ -50,8 +49,8 @@ class Board:
         self.size: int = mpi_comm.size
         self.timeout = timeout
         self.reach = reach
-        self.spins = SPINS if self.size <= cores() else 1
-        self.patience = PATIENCE if self.size <= cores() else 1
+        self.spins = spins_for(self.size)
+        self.patience = spins_for(self.size, PATIENCE)
         self.number = 0
         """The number of the latest collective that this rank has come to."""
         self.health = health
@@ -67,19 +66,9 @@ class Board:
         self.finished = [rank * stride + LINE // 8 for rank in range(self.size)]
         self.records = [[rank * stride + (2 + parity) * LINE // 8 for rank in range(self.size)] for parity in range(2)]
         """Per set and rank, the first of the `WORDS` words of the record."""
+        self.collective = _Collective(self)
+        """The context in which one collective runs; a class of its own, since a generator's costs a microsecond."""
         self.peers = [rank for rank in range(self.size) if rank != self.rank]
-
-    @contextmanager
-    def collective(self) -> Iterator[None]:
-        """Count one more collective; whatever interrupts it leaves the board broken, since peers count on this rank."""
-        self.number += 1
-        whole = False
-        try:
-            yield
-            whole = True
-        finally:
-            if not whole:
-                self.health.sound = False
 
     def cell(self, parity: int, rank: int) -> Bytes:
         """Return a rank's cell of one set, `CELL` bytes."""
@@ -123,6 +112,22 @@ class Board:
     def all_finished(self, what: str, stats: Stats) -> Arrival:
         """Return the wait for every rank to be done with the current collective."""
         return Arrival(self, self.finished, what, stats)
+
+
+class _Collective:
+    """Count one more collective; whatever interrupts it leaves the board broken, since peers count on this rank."""
+
+    __slots__ = ("board",)
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+
+    def __enter__(self) -> None:
+        self.board.number += 1
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.board.health.sound = False
 
 
 class Arrival:

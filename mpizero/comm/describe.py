@@ -13,6 +13,7 @@ import os
 import platform
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,7 @@ def describe() -> MpiFacts:
     )
 
 
+@cache
 def machine() -> dict[str, str]:
     """Return what a measurement on this machine depends on: the processor's model, and the MPI library."""
     facts = describe()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mpizero.comm.health import Health
 from mpizero.comm.raw import mpi
 from mpizero.comm.stats import Stats
-from mpizero.comm.waiting import ADVICE, SPINS, cores, poll
+from mpizero.comm.waiting import ADVICE, poll, spins_for
 from mpizero.errors import CollectiveTimeoutError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class MessageTransport:
         self._byte = module.BYTE
         self.test_all = module.Request.Testall
         self.test_some = module.Request.Testsome
-        self.spins = SPINS if mpi_comm.size <= cores() else 1
+        self.spins = spins_for(mpi_comm.size)
 
     def cut_small(self, peers: list[int]) -> None:
         """Send to and receive from these peers in pieces of `SMALL_PIECE`; all ranks must do so for the same pairs."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpizero.comm.raw import mpi
-from mpizero.comm.waiting import ADVICE, SPINS, cores, poll
+from mpizero.comm.waiting import ADVICE, poll, spins_for
 from mpizero.errors import CollectiveTimeoutError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class NativeCollectives:
         self.rank: int = mpi_comm.rank
         self.size: int = mpi_comm.size
         self.timeout = timeout
-        self.spins = SPINS if mpi_comm.size <= cores() else 1
+        self.spins = spins_for(mpi_comm.size)
         self._abandoned: list[Any] = []
 
     def abandon(self, request: Any) -> None:

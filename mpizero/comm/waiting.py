@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import os
 import time
-from functools import cache
 from typing import TYPE_CHECKING
+
+from mpizero.comm.launch import cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from mpizero.typing import Wait
 
-__all__ = ["ADVICE", "SPINS", "cores", "drive", "poll"]
+__all__ = ["ADVICE", "drive", "poll", "spins_for"]
 
 ADVICE = (
     "Either those ranks are slower than the time-out (MPIZERO_TIMEOUT, seconds) or they never made "
@@ -40,10 +41,9 @@ LATE = 30.0
 """Seconds after which a rank says, once per wait, what it is waiting for."""
 
 
-@cache
-def cores() -> int:
-    """Return the number of cores that this process may run on, as it was at the first call."""
-    return len(os.sched_getaffinity(0))
+def spins_for(ranks: int, spins: int = SPINS) -> int:
+    """Return `spins`, or 1 where so many ranks outnumber the cores, all of them taken to be on one host."""
+    return spins if ranks <= cores() else 1
 
 
 def poll(done: Callable[[], bool], timeout: float, missing: Callable[[], str], *, spins: int = SPINS) -> bool:

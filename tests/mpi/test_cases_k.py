@@ -104,7 +104,7 @@ def test_k8_same_bits_on_every_rank(world):
             assert len(set(everyone)) == 1, f"{name} {op} {count}"
             found[name, op, count] = everyone[0]
     for entry in algorithms_of("all_reduce"):
-        if entry.is_canonical(world.size):
+        if entry.is_canonical(world.size, nodes=world.nodes):
             for (name, op, count), data in found.items():
                 assert name != entry.name or data == found["direct", op, count], entry.name
 
@@ -171,9 +171,11 @@ def test_other_bad_arguments(world):
         (ArgumentError, "order must be one of any, canonical", lambda: mpizero.all_reduce(x, world, order="fixed")),
         (
             ArgumentError,
-            "algorithm must be one of auto, native, direct, .*ring",
+            "algorithm must be one of auto, native, loads, direct, .*ring",
             lambda: mpizero.all_reduce(x, world, algorithm="rng"),
         ),
+        (ArgumentError, "algorithm must be one of", lambda: mpizero.all_reduce(x, world, algorithm="fallback")),
+        (ArgumentError, "op must be one of sum", lambda: mpizero.all_reduce(x, world, op=["sum"])),
         (ArgumentError, "root must be a rank", lambda: mpizero.broadcast(x, world, root=world.size)),
         (ArgumentError, "root must be a rank", lambda: mpizero.reduce(x, world, root=-1)),
         (ArgumentError, "shape of out must be", lambda: mpizero.all_reduce(x, world, out=np.ones((2, 2)))),

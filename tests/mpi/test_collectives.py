@@ -152,7 +152,7 @@ def test_stats_are_the_schedules(world):
     count = 1000 + world.size
     for operation in (*REDUCING, "all_gather", "broadcast"):
         for entry in algorithms_of(operation):
-            schedule = build(operation, entry.name, world.size, world.rank, 0)
+            schedule = build(operation, entry.name, world.size, world.rank, 0, nodes=world.nodes)
             offsets = even_offsets(count, schedule.chunks)
             x = np.ones(count, np.float16)
             before = world.stats.copy()
