@@ -21,6 +21,7 @@ from mpizero.comm.native import NativeCollectives
 from mpizero.comm.pingpong import measure_links
 from mpizero.comm.progress import Queue, Work
 from mpizero.comm.raw import mpi
+from mpizero.comm.segment import PAGE, share
 from mpizero.comm.waiting import drive
 from mpizero.errors import ArgumentTypeError, CollectiveError, LaunchError, must_be
 from mpizero.settings import settings
@@ -68,8 +69,6 @@ class Communicator:
         self.health = Health()
         self.transport = MessageTransport(self._comm, settings().timeout if timeout is None else timeout, self.health)
         self._native = NativeCollectives(self._comm, self.transport.timeout, self.health)
-        self.channel_number = 0
-        """The channel in use, from 1; 0 outside any."""
         self.rank: int = self.transport.rank
         self.size: int = self.transport.size
         self.stats: Stats = self.transport.stats
@@ -80,6 +79,9 @@ class Communicator:
         self.under_way: Sized = self._queue.jobs
         """The collectives in the background that are not over."""
         self._in_background = module.Query_thread() == module.THREAD_MULTIPLE
+        self.driven_by_caller = False
+        """Whether asynchronous collectives move only in `progress` and `Work.wait`; see [Note: driven by the caller]
+        in `progress`. Set alike on all ranks, while nothing is under way."""
         self.notes: dict[Any, Any] = {}
         """What the floors above remember of this communicator."""
         self.hosts: tuple[str, ...] = tuple(self._comm.allgather(socket.gethostname()))
@@ -137,6 +139,11 @@ class Communicator:
         The first use is collective; it is the same one each time, since an MPI has only some 2,000 to give.
         """
         return Communicator(self._comm, timeout=self.transport.timeout)
+
+    @property
+    def channel_number(self) -> int:
+        """Return the channel that this thread uses, from 1; 0 outside any."""
+        return self.transport.voice.channel
 
     @property
     def native(self) -> NativeCollectives | None:
@@ -197,10 +204,12 @@ class Communicator:
     def _refuse(self, what: str) -> None:
         if self.closed:
             raise CollectiveError(f"{what}: the communicator must be open (got a closed one): make a new one")
+        failure = self._queue.failure
+        got = "one that was given up by an error, a time-out or a signal" if failure is None else str(failure)
         raise CollectiveError(
-            f"{what}: the communicator must have finished its earlier collectives (got one that was given up "
-            "by an error, a time-out or a signal): its messages no longer match those of the other ranks, end the job"
-        )
+            f"{what}: the communicator must have finished its earlier collectives (got {got}): its messages no longer "
+            "match those of the other ranks, end the job"
+        ) from failure
 
     def perform(self, what: str, steps: Iterator[Wait]) -> None:
         """Run a collective's steps to their end, behind those that are under way.
@@ -217,7 +226,8 @@ class Communicator:
     def submit(self, what: str, steps: Iterator[Wait], result: Any) -> Work:
         """Run a collective's steps in the background, behind those that are under way.
 
-        Where MPI does not grant `MPI_THREAD_MULTIPLE` they are run at once instead.
+        Where MPI does not grant `MPI_THREAD_MULTIPLE`, and the caller does not drive them, they are run at once
+        instead.
 
         Args:
             what: the collective's name, for errors.
@@ -228,12 +238,18 @@ class Communicator:
             CollectiveError: as of `exclusive`.
         """
         with self.exclusive(what):
-            if not self._in_background:
+            if not (self._in_background or self.driven_by_caller):
                 drive(steps)
                 return Work.finished(result)
-            work = Work(steps, result)
+            steps = self.transport.voice.carry(steps)
+            work = Work(steps, result, self._queue if self.driven_by_caller else None)
             self._queue.add(work)
             return work
+
+    def progress(self) -> None:
+        """Advance what is under way without blocking, where the caller drives it; else nothing is to be done."""
+        if self.driven_by_caller and self.under_way:
+            self._queue.progress()
 
     @contextmanager
     def channel(self, number: int, label: str) -> Iterator[None]:
@@ -247,13 +263,34 @@ class Communicator:
             number: from 0, the same on all ranks; MPI has room for `CHANNELS` of them, beyond that they are shared.
             label: what the messages are about, for errors.
         """
-        self.transport.speak_of(number, label)
-        self.channel_number = number + 1
-        try:
+        with self.transport.voice.speak(number + 1, label):
             yield
+
+    def split(self, color: int, key: int = 0) -> Communicator:
+        """Return the communicator of the ranks that give the same `color`, in the order of `key` and rank. Collective.
+
+        Args:
+            color: a number of 0 or more.
+            key: the wanted order; equal keys keep the order of this communicator's ranks.
+        """
+        part = self._comm.Split(color, key)
+        try:
+            return Communicator(part, timeout=self.transport.timeout)
         finally:
-            self.channel_number = 0
-            self.transport.speak_of(None, "")
+            part.Free()
+
+    def window(self, nbytes: int) -> Bytes | None:
+        """Return zeroed memory that all ranks share as one; None, on all of them, where there is none. Collective.
+
+        It is given back when its last array is dropped on every rank.
+
+        Args:
+            nbytes: bytes in all, the same on all ranks.
+        """
+        if self.board is None:
+            return None
+        made = share(self._comm, max(1, -(-nbytes // (PAGE * self.size))) * PAGE)
+        return None if made is None else made.bytes[:nbytes]
 
     def abort(self, code: int = 1) -> None:
         """End every rank of the job at once with the exit code `code`."""

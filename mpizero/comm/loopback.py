@@ -12,6 +12,7 @@ import numpy as np
 from mpizero.comm.health import Health
 from mpizero.comm.progress import Work
 from mpizero.comm.stats import Stats
+from mpizero.comm.voice import Voice
 from mpizero.comm.waiting import drive
 from mpizero.errors import CollectiveError, CollectiveTimeoutError
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["LoopbackCommunicator", "run_loopback"]
 
 Result = TypeVar("Result")
-Address = tuple[int, int, int | None, int]
+Address = tuple[int, int, int, int]
 """The sending rank, the receiving rank, the channel and the strand."""
 
 
@@ -69,24 +70,19 @@ class LoopbackTransport:
         self.timeout = timeout
         self.health = Health()
         self._mailboxes = mailboxes
-        self._channel: int | None = None
+        self.voice = Voice()
         self.strand = 0
-        self._label = ""
         self._wanted: list[tuple[Address, Bytes]] = []
-
-    def speak_of(self, number: int | None, label: str) -> None:
-        """Change to the channel `number`, or with None to the common one; see `Communicator.channel`."""
-        self._channel, self._label = number, label
 
     def send(self, peer: int, data: Bytes) -> None:
         """Put a copy of the bytes into the peer's mailbox."""
-        self._mailboxes.put((self.rank, peer, self._channel, self.strand), data.tobytes())
+        self._mailboxes.put((self.rank, peer, self.voice.channel, self.strand), data.tobytes())
         self.stats.messages_sent += 1
         self.stats.bytes_sent += data.nbytes
 
     def receive(self, peer: int, data: Bytes) -> None:
         """Remember where the next message of `peer` goes."""
-        self._wanted.append(((peer, self.rank, self._channel, self.strand), data))
+        self._wanted.append(((peer, self.rank, self.voice.channel, self.strand), data))
         self.stats.bytes_received += data.nbytes
 
     def pending(self, what: str) -> _Receives | None:
@@ -94,7 +90,7 @@ class LoopbackTransport:
         if not self._wanted:
             return None
         wanted, self._wanted = self._wanted, []
-        return _Receives(self, wanted, f"{what} of {self._label}" if self._label else what)
+        return _Receives(self, wanted, self.voice.name(what))
 
     def fill(self, address: Address, data: Bytes, what: str) -> bool:
         """Store a message; return False if it is missing at the time-out, raise if its length differs."""
@@ -155,7 +151,6 @@ class LoopbackCommunicator:
 
     native = None
     board = None
-    channel_number = 0
 
     def __init__(self, mailboxes: _Mailboxes, rank: int, timeout: float) -> None:
         self.transport = LoopbackTransport(mailboxes, rank, timeout)
@@ -172,6 +167,11 @@ class LoopbackCommunicator:
         return self._scratch
 
     @property
+    def channel_number(self) -> int:
+        """Return the channel in use, from 1; 0 outside any."""
+        return self.transport.voice.channel
+
+    @property
     def private(self) -> LoopbackCommunicator:
         """Return this communicator: a thread's calls come in one order, whoever makes them."""
         return self
@@ -179,11 +179,8 @@ class LoopbackCommunicator:
     @contextmanager
     def channel(self, number: int, label: str) -> Iterator[None]:
         """Mark the messages sent inside; see `Communicator.channel`."""
-        self.transport.speak_of(number, label)
-        try:
+        with self.transport.voice.speak(number + 1, label):
             yield
-        finally:
-            self.transport.speak_of(None, "")
 
     def perform(self, what: str, steps: Iterator[Wait]) -> None:  # noqa: ARG002  (the signature is the protocol's)
         """Run a collective's steps to their end: every rank is a thread of its own here."""

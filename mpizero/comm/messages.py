@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mpizero.comm.health import Health
 from mpizero.comm.raw import mpi
 from mpizero.comm.stats import Stats
+from mpizero.comm.voice import Voice
 from mpizero.comm.waiting import ADVICE, poll, spins_for
 from mpizero.errors import CollectiveTimeoutError
 
@@ -48,7 +49,7 @@ class MessageTransport:
         self.stats = Stats()
         self.timeout = timeout
         self._comm = mpi_comm
-        self._tag, self._label = TAG, ""
+        self.voice = Voice()
         self.strand = 0
         """Added to the tag of what is posted next."""
         self._piece = [PIECE] * self.size
@@ -69,11 +70,6 @@ class MessageTransport:
         for peer in peers:
             self._piece[peer] = SMALL_PIECE
 
-    def speak_of(self, number: int | None, label: str) -> None:
-        """Change to the channel `number`, or with None to the common one; see `Communicator.channel`."""
-        self._tag = TAG if number is None else TAG + STRANDS * (1 + number % CHANNELS)
-        self._label = label
-
     def send(self, peer: int, data: Bytes) -> None:
         """Post a send of the bytes of `data`."""
         self._enter(("send to", peer), _pieces(data, self._piece[peer]))
@@ -91,11 +87,16 @@ class MessageTransport:
         if waiting:
             waiting.extend(pieces)
             return
+        tag = self._tag()
         for piece in pieces[:WINDOW]:
-            self._requests.append(self.post(lane, piece, self._tag + self.strand))
+            self._requests.append(self.post(lane, piece, tag))
             self._lanes.append(lane)
         if len(pieces) > WINDOW:
             self._waiting[lane] = deque(pieces[WINDOW:])
+
+    def _tag(self) -> int:
+        channel = self.voice.channel
+        return TAG + self.strand + (STRANDS * (1 + (channel - 1) % CHANNELS) if channel else 0)
 
     def post(self, lane: Lane, piece: Bytes, tag: int) -> Any:
         """Return the request of one message."""
@@ -109,7 +110,7 @@ class MessageTransport:
         """Return the wait for everything posted since the last one; None if nothing was."""
         if not self._requests:
             return None
-        wait = _Requests(self, f"{what} of {self._label}" if self._label else what, self._tag + self.strand)
+        wait = _Requests(self, self.voice.name(what), self._tag())
         wait.requests, self._requests = self._requests, []
         wait.lanes, self._lanes = self._lanes, []
         wait.waiting, self._waiting = self._waiting, {}

@@ -3,6 +3,10 @@
 A job is a collective's steps (see [Note: steps] in `waiting`). The thread polls the wait of the first job of every
 communicator in turn, so that A then B on one rank and B then A on another cannot block each other, and MPI moves while
 the caller computes. It starts with the first asynchronous call and sleeps while there is nothing to do.
+
+[Note: driven by the caller] Loads and stores are work of a core, not of a wire: done in the background they would take
+the core, and Python's lock, from the caller's computation at any moment. A queue may therefore be left to the caller,
+who advances it between two computations (`progress`) and finishes it where a result is needed (`Work.wait`).
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import time
 from collections import deque
 from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from mpizero.comm.waiting import drive
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,13 +39,17 @@ GRACE = 5.0
 class Work:
     """Be one collective under way; its buffers belong to it until it is done."""
 
-    def __init__(self, steps: Iterator[Wait] | None, result: Any) -> None:
-        """Hold the steps of a collective that gives `result`."""
+    def __init__(self, steps: Iterator[Wait] | None, result: Any, queue: Queue | None = None) -> None:
+        """Hold the steps of a collective that gives `result`; `queue` is the one that its caller drives, if so."""
         self._steps = steps
         self._result = result
+        self._queue = queue
+        self.ended = 0.0
+        """When it was over, in seconds of `time.perf_counter`; 0 before."""
         self._current: Wait | None = None
         self._since = 0.0
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        """What ended it, if that was an error."""
         self._over = threading.Event()
 
     @classmethod
@@ -48,6 +58,11 @@ class Work:
         work = cls(None, result)
         work._over.set()
         return work
+
+    @property
+    def driven_by_caller(self) -> bool:
+        """Return whether no thread drives it; see [Note: driven by the caller]."""
+        return self._queue is not None
 
     def done(self) -> bool:
         """Return whether the collective is over, well or not; never blocks."""
@@ -59,29 +74,45 @@ class Work:
         Raises:
             Exception: what the collective raised, `CollectiveTimeoutError` for one.
         """
+        if self._queue is not None:
+            self._queue.run_to(self)
         while not self._over.wait(0.1):  # by pieces, so that signals are served
             pass
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._result
 
     def advance(self) -> bool:
-        """Go on as far as possible without blocking; return whether anything moved. For the progress thread alone."""
+        """Go on as far as possible without blocking; return whether anything moved. For whoever drives the queue."""
         try:
             return self._advance()
         except BaseException as error:  # noqa: BLE001  (carried to the thread that waits)
             self._finish(error)
             return True
 
+    def run(self) -> None:
+        """Go on to the end in this thread; errors are kept for `wait`, interrupts leave the work unfinished."""
+        assert self._steps is not None  # noqa: S101  (see `_advance`)
+        try:
+            if self._current is not None:
+                wait, self._current = self._current, None
+                drive(iter((wait,)))
+            drive(self._steps)
+        except Exception as error:  # noqa: BLE001  (as in `advance`)
+            self._finish(error)
+        else:
+            self._finish(None)
+
     def _advance(self) -> bool:
         if self._current is not None:
             waited = time.perf_counter() - self._since
             if not self._current.done():
-                if not self._current.overdue(waited):
+                if self._queue is not None or not self._current.overdue(waited):
                     return False
                 self._current.settle(waited, finished=False)
                 raise self._current.late()
-            self._current.settle(waited, finished=True)
+            # A caller that drives the queue has computed meanwhile, and waited for nothing.
+            self._current.settle(waited if self._queue is None else 0.0, finished=True)
         assert self._steps is not None  # noqa: S101  (work without steps is done, and never advanced)
         self._current = next(self._steps, None)
         if self._current is None:
@@ -91,8 +122,9 @@ class Work:
         return True
 
     def _finish(self, error: BaseException | None) -> None:
-        self._error = error
+        self.error = error
         self._steps = self._current = None
+        self.ended = time.perf_counter()
         self._over.set()
 
 
@@ -101,19 +133,39 @@ class Queue:
 
     def __init__(self) -> None:
         self.jobs: deque[Work] = deque()
+        self.failure: BaseException | None = None
+        """What ended the first job that failed."""
 
     def add(self, work: Work) -> None:
-        """Append a job and wake the progress thread."""
+        """Append a job and wake the progress thread, or begin it here where the caller drives the queue."""
         self.jobs.append(work)
-        engine().serve(self)
+        if work.driven_by_caller:
+            self.progress()
+        else:
+            engine().serve(self)
+
+    def progress(self) -> None:
+        """Advance the jobs as far as they go without blocking. For a caller that drives the queue."""
+        while self.jobs and self.advance():
+            pass
+
+    def run_to(self, work: Work) -> None:
+        """Finish the jobs up to and with `work`. For a caller that drives the queue."""
+        while not work.done():
+            self.jobs[0].run()
+            self._remove_first()
 
     def advance(self) -> bool:
         """Advance the first job; after a failure those behind it go on, and wait in vain if the wire is broken."""
         work = self.jobs[0]
         moved = work.advance()
         if work.done():
-            self.jobs.popleft()
+            self._remove_first()
         return moved
+
+    def _remove_first(self) -> None:
+        work = self.jobs.popleft()
+        self.failure = self.failure or work.error
 
 
 class _Engine:

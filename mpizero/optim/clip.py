@@ -1,80 +1,104 @@
-"""Clip by the global norm of gradients that are spread over ranks."""
+"""Clip, and measure, gradients that are spread over ranks."""
 
 from __future__ import annotations
 
 import math
-import operator
-from typing import Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from torch import Tensor, nn
 
-from mpizero.collectives import all_reduce, pairwise
-from mpizero.errors import ArgumentError, must_be
+from mpizero.errors import ArgumentError, ShardError, must_be
+from mpizero.optim.gradients import all_gradients
+from mpizero.optim.norm import agreed_norm, number
 from mpizero.shard import runtime_of
 
-__all__ = ["clip_grad_norm_"]
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["clip_grad_norm_", "clip_grad_value_", "grad_norm"]
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale the gradients of a sharded model so that their global 2-norm is at most `max_norm`.
+@torch.no_grad()
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scale the gradients of a sharded model so that their global norm is at most `max_norm`.
+
+    Takes the gradients as they are now: those that were set, changed or removed (`param.grad = None`) by hand too, if
+    all ranks did the same. Ignored parameters count once and are scaled like the others.
 
     Args:
         model: a sharded model, after a backward outside `no_sync`.
         max_norm: the largest norm; positive, may be infinity.
+        norm_type: the p of the p-norm; positive, may be infinity (or "inf") for the largest magnitude.
+        error_if_nonfinite: whether to raise, and leave the gradients as they are, if the norm is infinite or NaN.
+            Otherwise the factor is 0 or NaN, as torch's.
 
     Returns:
-        The norm before clipping, fp32, shape (), the same bits on every rank and at every stage: an fp64 sum of squares
-        over shards in the canonical order, rounded once. Parameters without a gradient count as zero.
+        The norm before clipping, shape (), fp32, in float64 for a model of such parameters; the same bits on every rank
+        and at every stage: an fp64 sum over shards in the canonical order, rounded once. Parameters without a gradient
+        count as zero, NaN makes it NaN.
 
     Raises:
-        ArgumentError: if `max_norm` is not positive.
-        ShardError: if `model` is not sharded, or `no_sync` has kept gradients back.
+        ArgumentError: on every rank, if `max_norm` or `norm_type` is not positive, or not the same on all ranks.
+        ShardError: if `model` is not sharded, `no_sync` has kept gradients back, or the norm is not finite.
 
-    Collective: one all-reduce of 8 bytes at stages 1 to 3. As torch's, the factor is max_norm / (norm + 1e-6), at most
-    1.
+    Collective: one exchange of 68 bytes per rank. Reads every gradient once, and writes it once if the norm is too
+    large. As torch's, the factor is max_norm / (norm + 1e-6), at most 1.
     """
-    if not max_norm > 0:
-        raise ArgumentError(must_be("max_norm", "positive", max_norm))
     runtime = runtime_of(model)
-    runtime.check_synced("clipping")
-    runtime.check_together("clip_grad_norm_")
-    comm, cut = runtime.comm, runtime.lifetime.cut
-    flats = [flat for unit in runtime.units for flat in unit.trainable]
-    if cut:
-        total = np.array([_square_sum([_pieces(flat, comm.rank) for flat in flats])])
-        all_reduce(total, comm, order="canonical")
-        square = float(total[0])
-    else:
-        parts = [_square_sum([_pieces(flat, rank) for flat in flats]) for rank in range(comm.size)]
-        square = pairwise(parts, operator.add)  # as the all-reduce of the other stages would
-    norm = torch.tensor(math.sqrt(square), dtype=torch.float32)
+    max_norm, norm_type = number("max_norm", max_norm), number("norm_type", norm_type)
+    norm = agreed_norm(runtime, "clipping", max_norm, norm_type)
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise ShardError(
+            f"the gradients' norm of order {norm_type:g} must be finite (got {float(norm)}): skip the step, or pass "
+            "error_if_nonfinite=False to scale by it anyway"
+        )
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for flat in flats:
-        for param in flat.shards:
-            if param.grad is not None:
-                param.grad.mul_(factor)
+    if float(factor) != 1:
+        for grad in all_gradients(runtime):
+            grad.mul_(factor)
     return norm
 
 
-def _pieces(flat: Any, rank: int) -> list[Tensor]:
-    """Return the gradients' elements that are, or at stage 0 would be, in the shard of `rank`."""
-    found = []
-    for index, param in enumerate(flat.shards):
-        if param.grad is None:
-            continue
-        piece = flat.layout.piece(index, rank)
-        whole = param.grad.reshape(-1)
-        found.append(whole if flat.lifetime.cut else whole[piece.start : piece.stop])
-    return found
+@torch.no_grad()
+def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
+    """Limit every element of the gradients of a sharded model to the range from -`clip_value` to `clip_value`.
+
+    Args:
+        model: a sharded model, after a backward outside `no_sync`.
+        clip_value: the largest magnitude; positive. NaN elements stay NaN.
+
+    Raises:
+        ArgumentError: if `clip_value` is not positive.
+        ShardError: if `model` is not sharded, or `no_sync` has kept gradients back.
+
+    Sends nothing: each rank limits the elements that it holds.
+    """
+    runtime = runtime_of(model)
+    clip_value = number("clip_value", clip_value)
+    if not clip_value > 0:
+        raise ArgumentError(must_be("clip_value", "positive", clip_value))
+    runtime.check_synced("clipping")
+    for grad in all_gradients(runtime):
+        grad.clamp_(-clip_value, clip_value)
 
 
-def _square_sum(groups: list[list[Tensor]]) -> float:
-    """Return the fp64 sum of squares, added up in the order of the pieces."""
-    total = 0.0
-    for pieces in groups:
-        for piece in pieces:
-            if piece.numel():
-                total += float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2
-    return total
+@torch.no_grad()
+def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
+    """Return the global norm of a sharded model's gradients, as they are now, and leave them alone.
+
+    Args:
+        model: a sharded model, after a backward outside `no_sync`.
+        norm_type: as of `clip_grad_norm_`.
+
+    Returns:
+        What `clip_grad_norm_` returns.
+
+    Raises:
+        ArgumentError: on every rank, if `norm_type` is not positive, or not the same on all ranks.
+        ShardError: if `model` is not sharded, or `no_sync` has kept gradients back.
+
+    Collective: one exchange of 68 bytes per rank. Reads every gradient once.
+    """
+    return agreed_norm(runtime_of(model), "a norm of gradients", math.inf, number("norm_type", norm_type))

@@ -37,7 +37,9 @@ def check_stage(stage: int) -> int:
     return stage
 
 
-def model_state_bytes(numel: int, ranks: int, stage: int, *, working_bytes: int = 4, moments: int = 2) -> StateBytes:
+def model_state_bytes(
+    numel: int, ranks: int, stage: int, *, working_bytes: int = 4, moments: int = 2, node_shared: bool = False
+) -> StateBytes:
     """Return the stage's formula for one rank.
 
     Args:
@@ -47,9 +49,11 @@ def model_state_bytes(numel: int, ranks: int, stage: int, *, working_bytes: int 
         working_bytes: bytes of a parameter in compute precision: 2 (bf16), or 4 or 8, where it is its own master copy
             and gradients and moments are as wide.
         moments: fp32 values of optimizer state per parameter: 2 for Adam, 1 for SGD with momentum, 0 without.
+        node_shared: whether the ranks, all on one node, hold one copy of the full parameters together, each being
+            charged its part of it: at stages 1 to 3 that is working_bytes/p, whatever the stage.
 
-    Not in it: the unit buffers (a unit's gathered parameters at stage 3, its gradients while it is reduced) and, at
-    stage 1, the full gradients between the start of a backward and its end.
+    Not in it: the unit buffers: a unit's gathered parameters at stage 3, and its gradients while they are collected and
+    reduced.
     """
     check_stage(stage)
     wide = max(4, working_bytes)
@@ -57,6 +61,8 @@ def model_state_bytes(numel: int, ranks: int, stage: int, *, working_bytes: int 
     shares = [1 / ranks if stage >= threshold else 1.0 for threshold in (3, 1, 1)]
     if stage >= 3 and master and ranks > 1:
         shares[0] = 0.0  # the working copy exists only while its unit is gathered
+    if node_shared and stage >= 1:
+        shares[0] = 1 / ranks
     return StateBytes(
         parameters=numel * working_bytes * shares[0],
         gradients=numel * wide * shares[1],

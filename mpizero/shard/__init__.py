@@ -10,20 +10,33 @@ from inspect import signature
 from types import ModuleType
 from typing import Any
 
+from mpizero.shard.batchnorm import SyncBatchNorm, convert_sync_batchnorm
+from mpizero.shard.data import global_mean, join
 from mpizero.shard.optimizers import elementwise
-from mpizero.shard.policy import Precision
+from mpizero.shard.policy import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, Precision
+from mpizero.shard.profile import Profile, profile
 from mpizero.shard.report import MemoryReport, memory_report
 from mpizero.shard.runtime import runtime_of
 from mpizero.shard.verb import full_parameters, no_sync, stats, unsharded
 from mpizero.shard.verb import shard as _shard
 
 __all__ = [
+    "FULL_SHARD",
+    "HYBRID_SHARD",
+    "NO_SHARD",
+    "SHARD_GRAD_OP",
     "MemoryReport",
     "Precision",
+    "Profile",
+    "SyncBatchNorm",
+    "convert_sync_batchnorm",
     "elementwise",
     "full_parameters",
+    "global_mean",
+    "join",
     "memory_report",
     "no_sync",
+    "profile",
     "runtime_of",
     "stats",
     "unsharded",

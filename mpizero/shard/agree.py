@@ -17,7 +17,7 @@ import numpy as np
 from mpizero.collectives import all_gather
 from mpizero.errors import ArgumentError, ShardError, must_be
 
-__all__ = ["EVENTS", "Event", "agree", "check_same"]
+__all__ = ["EVENTS", "Agreement", "Event", "agree", "check_same"]
 
 EVENTS = ("forward", "backward", "end of backward", "unsharded", "full_parameters", "clip_grad_norm_")
 
@@ -39,6 +39,32 @@ class Event:
         return [EVENTS.index(self.kind), self.unit, int(self.training), int(self.grad)]
 
 
+class Agreement:
+    """Be an exchange of events that is under way."""
+
+    def __init__(self, comm: Any, event: Event, names: list[str], extra: np.ndarray[Any, Any] | None = None) -> None:
+        """Send this rank's event; see `agree`."""
+        self._size, self._names = comm.size, names
+        tail = np.zeros(0, np.uint8) if extra is None else extra
+        head = np.array([*event.code(), event.flags], np.int32).view(np.uint8)
+        self._head = len(head)
+        self._mine = np.concatenate([head, tail])
+        way = "direct" if getattr(comm, "board", None) is None else "loads"
+        self._work = all_gather(self._mine, comm, algorithm=way, async_op=True)
+
+    def check(self) -> np.ndarray[Any, Any]:
+        """Wait for all ranks' events; return and raise as `agree` does."""
+        table = self._work.wait().reshape(self._size, -1)
+        heads = np.ascontiguousarray(table[:, : self._head]).view(np.int32)
+        if (heads[:, :-1] != heads[0, :-1]).any():
+            calls = "; ".join(f"rank {rank}: {_describe(row, self._names)}" for rank, row in enumerate(heads.tolist()))
+            raise ShardError(
+                f"all ranks must make the same call on a sharded model (got {calls}): to run the model on some ranks "
+                "only, do it inside `with mpizero.unsharded(model):`, entered by all ranks"
+            )
+        return np.concatenate([heads[:, -1:].astype(np.uint8), table[:, self._head :]], axis=1)
+
+
 def agree(comm: Any, event: Event, names: list[str], extra: np.ndarray[Any, Any] | None = None) -> np.ndarray[Any, Any]:
     """Exchange events; return every rank's `extra` bytes, its `flags` first, as an array of shape (ranks, 1 + n).
 
@@ -51,17 +77,7 @@ def agree(comm: Any, event: Event, names: list[str], extra: np.ndarray[Any, Any]
     Raises:
         ShardError: on every rank, if the ranks are not about to do the same.
     """
-    tail = np.zeros(0, np.uint8) if extra is None else extra
-    head = np.array([*event.code(), event.flags], np.int32).view(np.uint8)
-    table = all_gather(np.concatenate([head, tail]), comm, algorithm="direct").reshape(comm.size, -1)
-    heads = np.ascontiguousarray(table[:, : len(head)]).view(np.int32)
-    if (heads[:, :-1] != heads[0, :-1]).any():
-        calls = "; ".join(f"rank {rank}: {_describe(row, names)}" for rank, row in enumerate(heads.tolist()))
-        raise ShardError(
-            f"all ranks must make the same call on a sharded model (got {calls}): to run the model on some ranks only, "
-            "do it inside `with mpizero.unsharded(model):`, entered by all ranks"
-        )
-    return np.concatenate([heads[:, -1:].astype(np.uint8), table[:, len(head) :]], axis=1)
+    return Agreement(comm, event, names, extra).check()
 
 
 def check_same(comm: Any, lines: list[str]) -> None:
@@ -87,10 +103,10 @@ def check_same(comm: Any, lines: list[str]) -> None:
 
 def _describe(row: list[int], names: list[str]) -> str:
     kind, unit, training, grad = row[:4]
+    if 0 <= kind < len(EVENTS) and EVENTS[kind] == "backward":
+        return f"backward {'outside' if grad else 'inside'} no_sync, trained parameters #{unit:x}"
     if not (0 <= kind < len(EVENTS) and 0 <= unit < len(names)):
         return "another collective"
-    if EVENTS[kind] == "backward":
-        return f"backward {'outside' if grad else 'inside'} no_sync"
     if EVENTS[kind] != "forward":
         return EVENTS[kind]
     return f"forward of {names[unit]!r} in {'train' if training else 'eval'} mode, {'with' if grad else 'no'} grad"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +10,16 @@ import torch
 from torch import nn
 
 from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
-from mpizero.shard.flat import FlatParams, Member
+from mpizero.plan import layout_of
+from mpizero.shard.flat import FlatParams, Member, dtypes_of
+from mpizero.shard.policy import ModuleRule
 from mpizero.shard.unit import Unit
 
 if TYPE_CHECKING:
-    from mpizero.shard.policy import Lifetime, Precision
+    from mpizero.shard.policy import Lifetime, Precision, Ranks
+    from mpizero.shard.window import Window
 
-__all__ = ["SMALLEST", "describe", "find_units", "group_parameters", "make_units", "plan_units"]
+__all__ = ["SMALLEST", "describe", "find_units", "group_parameters", "make_units", "plan_units", "window_sizes"]
 
 SMALLEST = 1 << 16
 """Elements of the smallest module that becomes a unit by size: a smaller gather costs more in latency than in bytes."""
@@ -25,7 +28,7 @@ LARGEST_SHARE = 4
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
-UnitRule = Iterable[type[nn.Module]] | Callable[[nn.Module], bool] | None
+UnitRule = ModuleRule
 
 
 def find_units(model: nn.Module, units: UnitRule) -> dict[str, nn.Module]:
@@ -89,8 +92,16 @@ def _has_forward(module: nn.Module) -> bool:
     return not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
 
 
-def group_parameters(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, list[Member]]:
+def group_parameters(
+    model: nn.Module, units: dict[str, nn.Module], ignored: Collection[int] = (), precision: Precision | None = None
+) -> dict[str, list[Member]]:
     """Return each unit's parameters, those that several modules share once, under the lowest unit with all of them.
+
+    Args:
+        model: the root.
+        units: the unit modules by name.
+        ignored: the ids of parameters to leave as they are.
+        precision: tells which modules keep their parameters' dtype.
 
     Raises:
         ArgumentTypeError: for parameters that are not dense tensors in host memory; lists them.
@@ -98,11 +109,12 @@ def group_parameters(model: nn.Module, units: dict[str, nn.Module]) -> dict[str,
     members: dict[int, Member] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for attribute, param in module._parameters.items():  # noqa: SLF001
-            if param is None:
+            if param is None or id(param) in ignored:
                 continue
             name = f"{path}.{attribute}" if path else attribute
             member = members.setdefault(id(param), Member(names=[], places=[], original=param))
             member.names.append(name)
+            member.keeps |= precision is not None and precision.keeps(module)
             if not any(place[0] is module and place[1] == attribute for place in member.places):
                 member.places.append((module, attribute))
     _check_devices(members.values())
@@ -154,39 +166,51 @@ Plan = dict[str, tuple[nn.Module, list[list[Member]]]]
 """By a unit's name, its module and its parameters, in groups that have a flat buffer each."""
 
 
-def plan_units(model: nn.Module, units: UnitRule) -> Plan:
-    """Find a model's units and give them their parameters; changes nothing yet."""
+def plan_units(model: nn.Module, units: UnitRule, precision: Precision, ignored: Collection[int] = ()) -> Plan:
+    """Find a model's units and give them their parameters, but for the ignored ones; changes nothing yet."""
     modules = find_units(model, units)
-    grouped = group_parameters(model, modules)
+    grouped = group_parameters(model, modules, ignored, precision)
     return {name: (modules[name], _alike(members)) for name, members in grouped.items() if members or not name}
 
 
-def describe(plan: Plan, model: nn.Module, stage: int, precision: Precision) -> list[str]:
-    """Return, a line for each, what has to be the same on all ranks."""
-    lines = [f"stage {stage}", str(precision)]
+def describe(plan: Plan, model: nn.Module, choices: list[str]) -> list[str]:
+    """Return, a line for each, what has to be the same on all ranks, the user's choices first."""
+    lines = list(choices)
     for unit, (_, groups) in plan.items():
         lines.append(f"unit {unit!r}")
         for member in (member for group in groups for member in group):
             param = member.original
-            trained = "trained" if param.requires_grad else "frozen"
+            trained = ("trained" if param.requires_grad else "frozen") + (", kept" if member.keeps else "")
             lines.append(f"parameter {member.names} {tuple(param.shape)} {param.dtype} {trained}")
     lines += [f"buffer {name!r} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
     return lines
 
 
-def make_units(plan: Plan, comm: Any, lifetime: Lifetime, precision: Precision) -> list[Unit]:
+def window_sizes(plan: Plan, ranks: int, precision: Precision) -> list[int]:
+    """Return the bytes of each flat buffer's full parameters, in the order in which `make_units` makes them."""
+    sizes = []
+    for _, groups in plan.values():
+        for members in groups:
+            layout = layout_of([(member.names[0], tuple(member.original.shape)) for member in members], ranks)
+            sizes.append(layout.length * dtypes_of(members, precision)[0].itemsize)
+    return sizes
+
+
+def make_units(
+    plan: Plan, ranks: Ranks, lifetime: Lifetime, precision: Precision, *, window: Window | None = None
+) -> list[Unit]:
     """Build the units: cut their parameters into shards and put these into the modules. Collective."""
     made = []
     numbers = count()
     for name, (module, groups) in plan.items():
-        flats = [FlatParams(group, comm, lifetime, precision, number=next(numbers)) for group in groups]
+        flats = [FlatParams(group, ranks, lifetime, precision, number=next(numbers), window=window) for group in groups]
         made.append(Unit(name, module, flats))
     return made
 
 
 def _alike(members: list[Member]) -> list[list[Member]]:
-    """Split parameters by dtype and by whether they are trained, keeping their order."""
-    groups: dict[tuple[torch.dtype, bool], list[Member]] = {}
+    """Split parameters by dtype, by whether it is kept and by whether they are trained, keeping their order."""
+    groups: dict[tuple[torch.dtype, bool, bool], list[Member]] = {}
     for member in members:
-        groups.setdefault((member.original.dtype, member.original.requires_grad), []).append(member)
+        groups.setdefault((member.original.dtype, member.keeps, member.original.requires_grad), []).append(member)
     return list(groups.values())

@@ -9,7 +9,7 @@ from mpizero.errors import ShardError
 if TYPE_CHECKING:
     from mpizero.shard.flat import FlatParams
 
-__all__ = ["FROZEN", "REPLACED", "TOGGLED", "TRAINABLE", "flags_of", "raise_for_flags"]
+__all__ = ["FROZEN", "REPLACED", "TOGGLED", "TRAINABLE", "flags_of", "raise_for_replaced", "trained_lines"]
 
 TRAINABLE, FROZEN = 1, 2
 """Trainable or frozen shards changed in place since the full parameters were filled."""
@@ -32,20 +32,20 @@ def flags_of(flats: list[FlatParams]) -> int:
     return flags
 
 
-def raise_for_flags(flags: int, flats: list[FlatParams]) -> None:
-    """Raise ShardError for a mistake that some rank has found, with the names that this rank knows."""
-    if flags & REPLACED:
-        names = [name for flat in flats for name in flat.replaced()]
-        raise ShardError(
-            f"parameters of a sharded model must keep their memory and dtype (got new ones for {_list(names)}): the "
-            "model would not see them; convert or load before mpizero.shard(...), choose the precision with "
-            "mpizero.Precision, and write values in place, as with param.copy_(...)"
-        )
-    names = [name for flat in flats for name in flat.toggled()]
+def raise_for_replaced(flats: list[FlatParams]) -> None:
+    """Raise ShardError for shards that some rank has found replaced, with the names that this rank knows."""
+    names = [name for flat in flats for name in flat.replaced()]
     raise ShardError(
-        f"requires_grad of a sharded model's parameters must stay as it was (got a change of {_list(names)}): freeze "
-        "or unfreeze before mpizero.shard(...), or leave parameters out of the optimizer"
+        f"parameters of a sharded model must keep their memory and dtype (got new ones for {_list(names)}): the "
+        "model would not see them; convert or load before mpizero.shard(...), choose the precision with "
+        "mpizero.Precision, and write values in place, as with param.copy_(...)"
     )
+
+
+def trained_lines(flats: list[FlatParams]) -> list[str]:
+    """Return, a line for each parameter, whether the user wants it trained."""
+    pairs = [(member, shard) for flat in flats for member, shard in zip(flat.members, flat.shards, strict=True)]
+    return [f"requires_grad of {member.names[0]} is {shard.requires_grad}" for member, shard in pairs]
 
 
 def _list(names: list[str]) -> str:

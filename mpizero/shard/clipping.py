@@ -3,6 +3,7 @@
 [Note: torch's own clipping] `torch.nn.utils.clip_grad_norm_` is a plain function that users import by name, and sees
 nothing but tensors. Every way to it goes through one helper of its module, which is wrapped here to look at the
 gradients' owner first. The helper is not a public name; where a torch version lacks it, the public function is wrapped.
+`torch.nn.utils.clip_grad_value_` looks at one element at a time, and is right on shards.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpizero.errors import ShardError
+from mpizero.shard.scaling import catch_torch_scaling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +27,8 @@ MARK = "_mpizero_shard_gradient"
 
 @cache
 def catch_torch_clipping() -> None:
-    """Make torch's clipping by norm refuse gradients of shards; does nothing the second time."""
+    """Make torch's clipping by norm, and its loss scaler, refuse shards; does nothing the second time."""
+    catch_torch_scaling()
     module = torch.nn.utils.clip_grad
     for name in ("_get_total_norm", "get_total_norm"):
         if hasattr(module, name):

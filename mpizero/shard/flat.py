@@ -1,4 +1,4 @@
-"""The memory of parameters that are gathered and reduced together: one flat buffer, its shards, their gradients."""
+"""The memory of parameters that are gathered together: one flat buffer and its shards."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mpizero.collectives import all_gather, all_reduce, broadcast, reduce_scatter
+from mpizero.collectives import all_gather, barrier, broadcast, empty
 from mpizero.plan import Layout, layout_of
 from mpizero.shard.access import ShardedParameters, handle_of
-from mpizero.shard.clipping import MARK
+from mpizero.shard.gradients import Gradients
 
 if TYPE_CHECKING:
-    from mpizero.shard.policy import Lifetime, Precision
+    from mpizero.comm import Work
+    from mpizero.shard.policy import Lifetime, Precision, Ranks
+    from mpizero.shard.window import Window
 
-__all__ = ["FlatParams", "Member"]
+__all__ = ["FlatParams", "Member", "dtypes_of"]
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -31,6 +33,8 @@ class Member:
     """The modules, and the attribute of each, that hold it."""
     original: nn.Parameter = field(repr=False)
     """The parameter as it was before; without its memory once its values are taken over."""
+    keeps: bool = False
+    """Whether it is computed with in its own dtype, whatever `Precision.param` says."""
     caches: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
     """Lists and dicts of the modules' own that hold it too, with its index or key."""
 
@@ -41,83 +45,117 @@ class Member:
 
 
 class FlatParams:
-    """Own the buffers of parameters of one dtype that are all trainable or all frozen.
+    """Own the buffers of parameters of one dtype that are gathered together.
 
-    [Note: four buffers] All are one-dimensional in the layout's order; n is its length, k a shard's.
+    [Note: buffers of parameters] All are one-dimensional in the layout's order; n is its length, k a shard's.
 
-    - `full`, n elements in compute precision: what forward and backward see. Its storage keeps one tensor object and is
-      emptied on release, so that tensors which autograd saved find the values again once it is filled.
+    - `full`, n elements in compute precision: what forward and backward see. Where it is released between uses its
+      storage keeps one tensor object and is emptied, so that tensors which autograd saved find the values again once it
+      is filled; where the node shares it, it lies in the window and always lives (see `window`).
     - `master`, k fp32 elements (n where nothing is cut): what the optimizer updates, through `shards`. Where compute
       precision is the master's and `full` always lives, it is a slice of `full` and takes no memory of its own.
-    - `accumulator`, k fp32 elements: the reduced gradients, which `shards[i].grad` are views of.
-    - `incoming`, n elements: this backward's gradients, from the first that arrives to the reduction; `unsynced`, the
-      same in fp32, what `no_sync` has kept back.
+    - `gradients`: see `gradients`; None while nothing is trained.
     """
 
     def __init__(
-        self, members: list[Member], comm: Any, lifetime: Lifetime, precision: Precision, *, number: int = 0
+        self,
+        members: list[Member],
+        ranks: Ranks,
+        lifetime: Lifetime,
+        precision: Precision,
+        *,
+        number: int = 0,
+        window: Window | None = None,
     ) -> None:
-        """Take over the members' values (rank 0's) and put shards in their place.
+        """Take over the members' values (rank 0's) and put shards in their place. Collective.
 
         Args:
             members: the parameters.
-            comm: the model's communicator.
+            ranks: who averages gradients, and who holds parts of a parameter.
             lifetime: what the stage means.
             precision: the user's choice.
             number: which of the model's flat buffers this is; its messages go over channels of their own, so that
                 ranks which are about to move different buffers wait for each other instead of swapping them.
+            window: where the node's full parameters are to lie, where it shares them.
         """
-        self.members, self.comm, self.lifetime, self.number = members, comm, lifetime, number
+        self.members, self.ranks, self.lifetime, self.number = members, ranks, lifetime, number
+        self.comm, self.window = ranks.group, window
+        """The ranks that the buffer is cut over."""
         self.label = members[0].names[0] + (f" and {len(members) - 1} more" if len(members) > 1 else "")
-        first = members[0].original
-        self.trainable = first.requires_grad
-        self.dtype = precision.param if precision.param is not None and first.is_floating_point() else first.dtype
-        self.master_dtype = torch.float32 if first.dtype in _HALF else first.dtype
+        self.dtype, self.master_dtype = dtypes_of(members, precision)
         self.reduce_dtype = precision.reduce or self.dtype
-        self.layout: Layout = layout_of([(m.names[0], tuple(m.original.shape)) for m in members], comm.size)
-        begin = comm.rank * self.layout.shard_length if lifetime.cut else 0
+        self.trained = {index for index, member in enumerate(members) if member.original.requires_grad}
+        """The parameters that require a gradient."""
+        self.layout: Layout = layout_of([(m.names[0], tuple(m.original.shape)) for m in members], self.comm.size)
+        begin = self.comm.rank * self.layout.shard_length if lifetime.cut else 0
         self.own = slice(begin, begin + (self.layout.shard_length if lifetime.cut else self.layout.length))
+        self.gathering: Work | None = None
+        """The gather that is under way."""
+        self.gathered = 0.0
+        """When the latest one was over, in seconds of `time.perf_counter`."""
         self._make_buffers()
         self._make_parameters()
-        self.incoming: Tensor | None = None
-        self.unsynced: Tensor | None = None
-        self.arrived: set[int] = set()
-        self.kept: set[int] = set()
-        """The parameters that `unsynced` has gradients of."""
+        self.gradients: Gradients | None = None
+        self.make_gradients()
         self.stale = not self.aliased
         """Whether `full` was made from older values than `shards` hold. Set alike on all ranks."""
         self.seen = self.version()
         self.addresses = [shard.data_ptr() for shard in self.shards]
+        if lifetime.shared:
+            self.unshard()
         if lifetime.release_parameters:
             self.release()
 
+    @property
+    def trainable(self) -> bool:
+        """Return whether any parameter requires a gradient."""
+        return bool(self.trained)
+
     def _make_buffers(self) -> None:
-        layout = self.layout
-        values = torch.zeros(layout.length, dtype=self.master_dtype)
-        for slot, member in zip(layout.slots, self.members, strict=True):
-            values[slot.offset : slot.stop] = member.original.detach().reshape(-1).to(self.master_dtype)
-        if self.comm.size > 1 and layout.length:
-            broadcast(values, self.comm)
-        self.aliased = self.dtype == self.master_dtype and not self.lifetime.release_parameters
-        self.full = values if self.aliased else torch.empty(layout.length, dtype=self.dtype)
-        self.master = self.full[self.own] if self.aliased else values[self.own].clone()
-        self.accumulator = torch.zeros_like(self.master) if self.trainable else None
+        layout, lifetime = self.layout, self.lifetime
+        self.aliased = self.dtype == self.master_dtype and not lifetime.release_parameters
+        if self.window is not None and self.aliased and self.ranks.replicas is None:
+            self.full = self.window.take(layout.length, self.dtype)
+            if self.comm.rank == 0:
+                self._fill(self.full)
+            barrier(self.comm)
+        else:
+            values = torch.zeros(layout.length, dtype=self.master_dtype)
+            if self.ranks.everyone.rank == 0:
+                self._fill(values)
+            if self.ranks.everyone.size > 1 and layout.length:
+                broadcast(values, self.ranks.everyone)
+            self._place(values)
+        if self.aliased:
+            self.master = self.full[self.own]
         self.live = True
+
+    def _fill(self, values: Tensor) -> None:
+        for slot, member in zip(self.layout.slots, self.members, strict=True):
+            values[slot.offset : slot.stop] = member.original.detach().reshape(-1).to(self.master_dtype)
+
+    def _place(self, values: Tensor) -> None:
+        """Put whole master values where they belong."""
+        if self.window is not None:
+            self.full = self.window.take(self.layout.length, self.dtype)
+            if self.aliased:
+                self.full[self.own].copy_(values[self.own])
+                barrier(self.comm)
+        else:
+            self.full = values if self.aliased else torch.empty(self.layout.length, dtype=self.dtype)
+        if not self.aliased:
+            self.master = values[self.own].clone()
 
     def _make_parameters(self) -> None:
         """Make the full parameters and the shards, and mark the originals as replaced."""
         self.full_params: list[nn.Parameter] = []
         self.shards: list[nn.Parameter] = []
-        self.grads: list[Tensor] = []
         for index, (slot, member) in enumerate(zip(self.layout.slots, self.members, strict=True)):
-            full = nn.Parameter(self.full[slot.offset : slot.stop].view(slot.shape), requires_grad=self.trainable)
-            shard = nn.Parameter(self.piece_of(self.master, index), requires_grad=self.trainable)
-            if self.comm.size > 1:
+            trained = index in self.trained
+            full = nn.Parameter(self.full[slot.offset : slot.stop].view(slot.shape), requires_grad=trained)
+            shard = nn.Parameter(self.piece_of(self.master, index), requires_grad=trained)
+            if self.ranks.everyone.size > 1:
                 handle_of(shard, member.names[0], cut=self.lifetime.cut)
-            if self.accumulator is not None:
-                self.grads.append(self.piece_of(self.accumulator, index))
-                if self.lifetime.cut:
-                    setattr(self.grads[-1], MARK, True)
             member.let_go()
             self.full_params.append(full)
             self.shards.append(shard)
@@ -127,6 +165,20 @@ class FlatParams:
                 module._parameters[name] = shard  # noqa: SLF001
             for holder, key in member.caches:
                 holder[key] = shard
+
+    def make_gradients(self, *, symmetric: bool = True) -> None:
+        """Make room for gradients where some parameter is trained and there is none yet.
+
+        Args:
+            symmetric: whether to take memory that peers can reach, where nothing is cut; then it is collective.
+        """
+        if self.gradients is not None or not self.trained:
+            return
+        if not symmetric or self.lifetime.cut or getattr(self.comm, "board", None) is None:
+            accumulator = torch.zeros_like(self.master)
+        else:  # reduced in place, by loads and stores of the peers
+            accumulator = empty(self.master.numel(), self.master_dtype, self.comm).zero_()
+        self.gradients = Gradients(self, self.reduce_dtype, accumulator)
 
     def piece_of(self, shard: Tensor, index: int, rank: int | None = None) -> Tensor:
         """Return the part of parameter `index` that lies in a shard-sized buffer, in the shape that users see.
@@ -160,32 +212,59 @@ class FlatParams:
             if shard.dtype != self.master_dtype or shard.data_ptr() != address
         ]
 
-    def toggled(self) -> list[str]:
-        """Return the names of parameters that were frozen or unfrozen since they were sharded."""
-        pairs = zip(self.members, self.shards, strict=True)
-        return [member.names[0] for member, shard in pairs if shard.requires_grad != self.trainable]
+    def toggled(self) -> list[int]:
+        """Return the parameters that were frozen or unfrozen since this was last asked by `follow`."""
+        return [index for index, shard in enumerate(self.shards) if shard.requires_grad != (index in self.trained)]
+
+    def follow(self) -> list[int]:
+        """Train what the user has unfrozen, and no longer what was frozen; return what is new."""
+        toggled = self.toggled()
+        for index in toggled:
+            self.full_params[index].requires_grad_(self.shards[index].requires_grad)
+            self.trained ^= {index}
+            if index not in self.trained:
+                self.shards[index].grad = None
+        self.make_gradients(symmetric=False)
+        return [index for index in toggled if index in self.trained]
 
     def changed(self) -> bool:
         """Return whether this rank's shards changed in place since `full` was filled; never where they are `full`."""
-        return not (self.aliased and not self.lifetime.cut) and self.version() != self.seen
+        return not (self.aliased and (self.lifetime.shared or not self.lifetime.cut)) and self.version() != self.seen
 
     def unshard(self) -> None:
         """Fill `full` with the current values: cast this rank's part, gather the others'. Collective where cut."""
-        if self.live and not self.stale:
-            return
+        self.begin_unshard()
+        self.end_unshard()
+
+    def begin_unshard(self) -> bool:
+        """Begin to fill `full`; return whether a gather is now under way that was not before. Collective where cut.
+
+        In a window this rank's part is put there, and the next agreement of all ranks tells that all parts are there.
+        """
+        if (self.live and not self.stale) or self.gathering is not None:
+            return False
         storage = self.full.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self.layout.length * self.full.element_size())
         full = self.full.data  # written without the version counter: the values are those that autograd saved
         if not self.aliased:
             full[self.own].copy_(self.master)
-        if self.lifetime.cut and self.layout.length:
+        if self.lifetime.cut and not self.lifetime.shared and self.layout.length:
             with self.comm.channel(2 * self.number, f"parameters {self.label}"):
-                all_gather(full[self.own], self.comm, out=full)
+                self.gathering = all_gather(full[self.own], self.comm, out=full, async_op=True)
         self.live, self.stale, self.seen = True, False, self.version()
+        return self.gathering is not None
+
+    def end_unshard(self) -> None:
+        """Wait for the gather that is under way, if any."""
+        if self.gathering is not None:
+            gathering, self.gathering = self.gathering, None
+            gathering.wait()
+            self.gathered = gathering.ended
 
     def release(self) -> None:
         """Let the memory of `full` go."""
+        self.end_unshard()
         self.full.untyped_storage().resize_(0)
         self.live = False
 
@@ -197,130 +276,18 @@ class FlatParams:
             for holder, key in member.caches:
                 holder[key] = whole if full else shard
 
-    def keep(self, index: int, *, sync: bool) -> None:
-        """Move the gradient that autograd left on full parameter `index` into the unit's buffer.
-
-        Args:
-            index: the parameter.
-            sync: whether this backward will be reduced; if not, the gradient joins `unsynced`.
-        """
-        param = self.full_params[index]
-        grad, param.grad = param.grad, None
-        if grad is None:
-            return
-        if grad.layout is not torch.strided:  # of nn.Embedding(sparse=True)
-            grad = grad.to_dense()
-        slot = self.layout.slots[index]
-        if sync:
-            if self.incoming is None:
-                self.incoming = self._new_gradients(self.reduce_dtype)
-            target = self.incoming[slot.offset : slot.stop].view(slot.shape)
-            target.add_(grad) if index in self.arrived else target.copy_(grad)
-            self.arrived.add(index)
-            return
-        if self.unsynced is None:
-            self.unsynced = torch.zeros(self.layout.length, dtype=self.master_dtype)
-        self.unsynced[slot.offset : slot.stop].view(slot.shape).add_(grad)
-        self.kept.add(index)
-
-    def _new_gradients(self, dtype: torch.dtype) -> Tensor:
-        fresh = torch.empty(self.layout.length, dtype=dtype)
-        for start, stop in self.layout.gaps():
-            fresh[start:stop] = 0
-        return fresh
-
-    def reduce(self) -> None:
-        """Average this backward's gradients over the ranks into the accumulator. Collective; ends `incoming`."""
-        total = self._take_incoming()
-        if self.accumulator is None:
-            return
-        has = [self._adopt(index) for index in range(len(self.shards))]
-        fresh = not any(has) and total.dtype == self.accumulator.dtype
-        part = self._average(total, self.accumulator if fresh else None)
-        if part is not self.accumulator:
-            self._accumulate(part, has)
-
-    def _average(self, total: Tensor, into: Tensor | None) -> Tensor:
-        """Return this rank's part of the gradients' mean over ranks, in `into` if given, else of `total`'s dtype."""
-        if self.comm.size == 1 or not self.layout.length:
-            return total
-        with self.comm.channel(2 * self.number + 1, f"gradients of {self.label}"):
-            if not self.lifetime.cut:
-                return all_reduce(total, self.comm, op="mean", out=into, order="canonical")
-            if into is None:
-                into = torch.empty(self.layout.shard_length, dtype=total.dtype)
-            return reduce_scatter(total, self.comm, op="mean", out=into, order="canonical")
-
-    def _take_incoming(self) -> Tensor:
-        """Return the local gradients, zero where none arrived, with what `no_sync` kept back."""
-        total, self.incoming = self.incoming, None
-        if total is None:
-            total = torch.zeros(self.layout.length, dtype=self.reduce_dtype)
-        else:
-            for index in set(range(len(self.members))) - self.arrived:
-                slot = self.layout.slots[index]
-                total[slot.offset : slot.stop] = 0
-        self.arrived.clear()
-        if self.unsynced is not None:
-            total, self.unsynced = self.unsynced.add_(total), None
-            self.kept.clear()
-        return total
-
-    def hold_place(self) -> None:
-        """Give shards whose gradients wait in `unsynced` a gradient of zero, which `zero_grad` will then take away."""
-        for index in self.kept:
-            if self.shards[index].grad is None:
-                self.grads[index].zero_()
-                self.shards[index].grad = self.grads[index]
-
-    def drop_zeroed(self) -> list[int]:
-        """Forget the `unsynced` gradients of shards whose `.grad` the user has set to None; return which."""
-        dropped = [index for index in self.kept if self.shards[index].grad is None]
-        for index in dropped:
-            slot = self.layout.slots[index]
-            if self.unsynced is not None:
-                self.unsynced[slot.offset : slot.stop] = 0
-            self.kept.discard(index)
-        if not self.kept:
-            self.unsynced = None
-        return dropped
-
-    def _accumulate(self, part: Tensor, has: list[bool]) -> None:
-        """Add reduced gradients to those that shards already have (`has`); start anew where `.grad` is None."""
-        if self.accumulator is None:
-            return
-        if not any(has):
-            self.accumulator.copy_(part)
-        elif all(has):
-            self.accumulator.add_(part)
-        else:
-            for index, kept in enumerate(has):
-                source, target = self.piece_of(part, index), self.grads[index]
-                target.add_(source) if kept else target.copy_(source)
-
-    def _adopt(self, index: int) -> bool:
-        """Return whether a shard has a gradient; one that the user put there moves into the accumulator."""
-        grad = self.shards[index].grad
-        if grad is None:
-            return False
-        if grad is not self.grads[index]:
-            self.grads[index].copy_(grad)
-            self.shards[index].grad = self.grads[index]
-        return True
-
-    def attach(self, used: list[bool]) -> None:
-        """Give the shards of used parameters their gradients, on top of any that autograd has put there meanwhile."""
-        for index, is_used in enumerate(used):
-            if not is_used:
-                continue
-            shard, grad = self.shards[index], self.grads[index]
-            if shard.grad is not None and shard.grad is not grad:  # a penalty on shards that a loss holds
-                grad.add_(shard.grad)
-            shard.grad = grad
-
     def gather_master(self) -> Tensor:
         """Return the whole master buffer on every rank. Collective where cut."""
         if not self.lifetime.cut:
             return self.master
         whole = torch.empty(self.layout.length, dtype=self.master_dtype)
         return all_gather(self.master, self.comm, out=whole) if self.layout.length else whole
+
+
+def dtypes_of(members: list[Member], precision: Precision) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes of the full parameters and of the master values."""
+    first = members[0].original
+    compute = precision.param if precision.param is not None and first.is_floating_point() else first.dtype
+    if members[0].keeps:
+        compute = first.dtype
+    return compute, torch.float32 if first.dtype in _HALF else first.dtype

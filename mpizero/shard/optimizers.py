@@ -61,11 +61,12 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 "the optimizer must step outside mpizero.unsharded (got a step inside): leave the block first"
             )
         runtime.check_synced("a step")
+        runtime.before_step()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for runtime in _runtimes(optimizer):
-        runtime.mark_stale()
+        runtime.after_step()
 
 
 def _runtimes(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -26,8 +26,12 @@ class MemoryReport:
     formula: StateBytes
     """Bytes by the stage's formula for the trainable parameters, plus the frozen ones' share; without padding."""
     unit_buffers: int
-    """Bytes of the largest unit in compute precision: at stage 3 up to two such are gathered at a time, and up to one
-    more holds the gradients that are being reduced."""
+    """Bytes of the largest unit in compute precision: at stage 3 up to two such, and the root, are gathered at a time,
+    and up to two more hold gradients that are being collected or reduced."""
+    room: int
+    """Bytes of shared memory in which this rank's gradients are collected for its peers to read; see `reductions`."""
+    node_shared: bool
+    """Whether the node's ranks hold one copy of the full parameters together; each is charged its part of it."""
 
 
 def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
@@ -42,7 +46,9 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     runtime = runtime_of(model)
     flats = [flat for unit in runtime.units for flat in unit.flats]
     masters_apart = [flat for flat in flats if flat.trainable and flat.dtype != flat.master_dtype]
-    held: list[Tensor] = [flat.full for flat in flats] + [flat.master for flat in flats if flat not in masters_apart]
+    held: list[Tensor] = [flat.full for flat in flats if flat.window is None]
+    held += [flat.master for flat in flats if flat not in masters_apart and not (flat.window and flat.aliased)]
+    shared = sum(flat.full.numel() * flat.full.element_size() / flat.comm.size for flat in flats if flat.window)
     state: list[Tensor] = [flat.master for flat in masters_apart]
     moments = 0
     if optimizer is not None:
@@ -51,23 +57,33 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         shards = max(1, sum(flat.master.numel() for flat in flats if flat.trainable))
         moments = round(sum(value.numel() for value in values if value.numel() > 1) / shards)
     gradients = [
-        tensor for flat in flats for tensor in (flat.accumulator, flat.incoming, flat.unsynced) if tensor is not None
+        tensor
+        for unit in runtime.units
+        for own in unit.gradients
+        for tensor in (own.accumulator, own.incoming, own.unsynced)
+        if tensor is not None
     ]
-    measured = StateBytes(parameters=_bytes(held), gradients=_bytes(gradients), optimizer=_bytes(state))
+    measured = StateBytes(parameters=_bytes(held) + shared, gradients=_bytes(gradients), optimizer=_bytes(state))
     biggest = max(sum(flat.layout.length * flat.full.element_size() for flat in unit.flats) for unit in runtime.units)
-    return MemoryReport(measured=measured, formula=_formula(runtime, moments), unit_buffers=biggest)
+    return MemoryReport(
+        measured=measured,
+        formula=_formula(runtime, moments),
+        unit_buffers=biggest,
+        room=runtime.room_bytes,
+        node_shared=runtime.lifetime.shared,
+    )
 
 
 def _formula(runtime: Any, moments: int) -> StateBytes:
-    ranks, stage = runtime.comm.size, runtime.lifetime.stage
+    ranks, stage, shared = runtime.ranks.group.size, runtime.lifetime.stage, runtime.lifetime.shared
     total = StateBytes(parameters=0, gradients=0, optimizer=0)
     for unit in runtime.units:
         for flat in unit.flats:
             width = flat.full.element_size()
-            part = model_state_bytes(flat.layout.numel, ranks, stage, working_bytes=width, moments=moments)
-            frozen = (
-                flat.layout.numel * flat.master.element_size() / (ranks if runtime.lifetime.release_parameters else 1)
+            part = model_state_bytes(
+                flat.layout.numel, ranks, stage, working_bytes=width, moments=moments, node_shared=shared
             )
+            frozen = flat.layout.numel * flat.master.element_size() / (ranks if shared or stage == 3 else 1)
             total = StateBytes(
                 parameters=total.parameters + (part.parameters if flat.trainable else frozen),
                 gradients=total.gradients + (part.gradients if flat.trainable else 0),

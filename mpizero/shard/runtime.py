@@ -1,34 +1,42 @@
 """The life of a sharded model: what happens at each forward, backward and optimizer step.
 
-[Note: life of a unit] At stage 3 a unit's parameters are gathered in its pre-forward hook and released in its forward
-hook; gathered again when the gradient of its output is known, and released when the gradients of all its parameters
-are. At stages 0 to 2 full parameters live on and are filled anew, all at once, by the first forward after a step. What
-a forward inside backward gathers (activation checkpointing recomputes) stays until that backward is through with it.
+[Note: life of a unit] Where full parameters are released, a unit's are gathered in its pre-forward hook and released in
+its forward hook; gathered again when the gradient of its output is known, and released when the gradients of all
+its parameters are. What follows is begun ahead (see `gathers`). Elsewhere full parameters live on and are filled anew
+after a step: their gathers begin all at once with the next forward, and each unit waits for its own; in a node's shared
+memory there is nothing to gather. What a forward inside backward gathers (activation checkpointing recomputes) stays
+until that backward is through with it.
 
 [Note: order of reductions] Collectives must come in the same order on all ranks, also where ranks used different
-parameters. Stages 0 and 2 reduce a unit as soon as its gradients are complete, but always in the reverse order of the
-units; stage 1 at the end of the backward. At stage 3, where gathers come in between, completeness is not asked: before
-a gather all units are reduced whose calls have all begun their backward and that do not contain the gathered one.
-What did not arrive counts as zero; what arrives after its unit was reduced is reduced again at the end of the backward,
-if any rank has such. A parameter that no rank used keeps `grad=None`, as in plain torch.
+parameters. Where full parameters live on, a unit is reduced as soon as its gradients are complete, but always in the
+reverse order of the units. Where gathers come in between, completeness is not asked: when backward enters a unit, all
+units are reduced whose calls have all begun their backward and that do not contain the one entered. What did not arrive
+counts as zero; what arrives after its unit was reduced is reduced again at the end of the backward, if any rank has
+such. A parameter that no rank used keeps `grad=None`, as in plain torch. A reduction is begun and goes on while
+backward computes; the end of the backward waits for all of them (see `reductions`).
 """
 
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import numpy as np
 import torch
 from torch import nn
 
 from mpizero.errors import ShardError
-from mpizero.shard.agree import Event, agree
+from mpizero.shard.agree import Agreement, Event, agree, check_same
 from mpizero.shard.calls import Call, hidden_tensors, in_backward, own_modules
-from mpizero.shard.checks import FROZEN, REPLACED, TOGGLED, TRAINABLE, flags_of, raise_for_flags
+from mpizero.shard.checks import FROZEN, REPLACED, TOGGLED, TRAINABLE, flags_of, raise_for_replaced, trained_lines
+from mpizero.shard.gathers import BACKWARD, FORWARD, Gathers
+from mpizero.shard.reductions import Reductions
+from mpizero.shard.spans import Span
 from mpizero.shard.trees import cast_floating, tensors_in
 from mpizero.shard.unit import Unit, UnitState
 
@@ -36,7 +44,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from mpizero.shard.flat import FlatParams
-    from mpizero.shard.policy import Lifetime, Precision
+    from mpizero.shard.gradients import Gradients
+    from mpizero.shard.policy import Lifetime, Overlap, Precision, Ranks
+    from mpizero.shard.window import Window
 
 __all__ = ["Runtime", "runtime_of"]
 
@@ -48,13 +58,35 @@ class Runtime:
     """Drive the units of one model through forward, backward and step."""
 
     def __init__(
-        self, model: nn.Module, units: list[Unit], comm: Any, lifetime: Lifetime, precision: Precision
+        self,
+        model: nn.Module,
+        units: list[Unit],
+        ranks: Ranks,
+        policy: tuple[Lifetime, Precision, Overlap],
+        *,
+        window: Window | None = None,
     ) -> None:
-        self.model, self.units, self.comm = model, units, comm
-        self.lifetime, self.precision = lifetime, precision
+        """Install the hooks. Collective.
+
+        Args:
+            model: the root.
+            units: its units, the root first.
+            ranks: who does what together.
+            policy: what the user chose.
+            window: the node's shared memory, where the full parameters lie in it.
+        """
+        self.model, self.units, self.ranks, self.window = model, units, ranks, window
+        self.comm, self.replicas = ranks.everyone, ranks.replicas
+        self.lifetime, self.precision, overlap = policy
+        self.ignored: list[tuple[str, nn.Parameter]] = []
+        """Parameters that are neither sharded nor reduced, by name."""
         self.sync = True
         self.trace: Callable[[str, str], None] | None = None
         """Called with (event, unit's name) at each gather, release and reduction; for tests and profiles."""
+        self.observer: Callable[[Span], None] | None = None
+        """Told of everything that takes time; see `spans`."""
+        self._started = self._began = self._stepping = 0.0
+        """When the outermost forward, the backward and the optimizer's step began."""
         self._names = [unit.name for unit in units]
         self._calls: list[Call] = []
         """The forward calls that have begun and not ended, outermost first."""
@@ -67,8 +99,19 @@ class Runtime:
         """The units that the running backward has yet to reduce, in the order for stages 0 to 2."""
         self._used = np.zeros(sum(unit.parameters for unit in units), np.uint8)
         self._offsets: dict[int, int] = {}
-        for flat in self._trainable():
-            self._offsets[id(flat)] = sum(len(other.shards) for other in self._trainable()[: len(self._offsets)])
+        position = 0
+        for flat in self.flats:
+            self._offsets[id(flat)] = position
+            position += len(flat.shards)
+        self._gathers = Gathers(overlap.prefetch, lambda unit: self._note("gather", unit), self._gathered)
+        self._reductions = Reductions(ranks, units, self.lifetime, overlap, self)
+        self._trained = 0
+        """A checksum of which parameters are trained, once that has changed."""
+        self._agreement: Agreement | None = None
+        """What ranks have told each other at the beginning of the backward, not looked at yet."""
+        again = overlap.reshard_after_forward
+        for unit in units:
+            unit.keep = not again if again is not None else unit is units[0]
         modules = {id(unit.module) for unit in units}
         for number, unit in enumerate(units):
             unit.own_modules = list(own_modules(unit.module, modules))
@@ -80,7 +123,8 @@ class Runtime:
             lambda _, args, kwargs: self._before_forward(number, unit, args, kwargs), with_kwargs=True, prepend=True
         )
         unit.module.register_forward_hook(lambda _, __, output: self._after_forward(unit, output), always_call=True)
-        unit.on_gradients(lambda flat, index: self._gradient(unit, flat, index))
+        for flat in unit.flats:
+            self._hook_gradients(unit, flat, flat.trained)
         for module in {module for flat in unit.flats for member in flat.members for module, _ in member.places}:
             if unit.cut:
                 module.register_state_dict_pre_hook(
@@ -90,6 +134,9 @@ class Runtime:
                     lambda _, __, prefix, *___: self._refuse_state(unit, "load_state_dict", prefix)
                 )
 
+    def _hook_gradients(self, unit: Unit, flat: FlatParams, indices: Any) -> None:
+        unit.on_gradients(lambda flat, index: self._gradient(unit, flat, index), flat, indices)
+
     # Forward
 
     def _before_forward(self, number: int, unit: Unit, args: Any, kwargs: Any) -> Any:
@@ -97,7 +144,7 @@ class Runtime:
         self._calls.append(call)
         if len(self._calls) == 1 and not unit.pins:
             self._start_forward(number, unit)
-        if unit.state is UnitState.SHARDED or unit.stale:
+        if unit.state is UnitState.SHARDED or unit.stale or unit.gathering:
             self._gather(unit, UnitState.GATHERED if unit.state is UnitState.SHARDED else unit.state)
         call.seen_full = unit.full_version()
         outer_grad = any(outer.grad for outer in self._calls)
@@ -115,41 +162,81 @@ class Runtime:
         """Begin an outermost forward: agree on what comes."""
         if in_backward():  # recomputed: all is agreed
             return
+        self._started = time.perf_counter()
         self._refresh(Event(kind="forward", unit=number, training=unit.module.training, grad=torch.is_grad_enabled()))
 
     def _refresh(self, event: Event) -> None:
-        """Agree on an event, on mistakes that any rank has found, and on which full parameters are stale."""
-        flats = [flat for unit in self.units for flat in unit.flats]
+        """Agree on an event and on mistakes that any rank has found; begin to fill full parameters that are stale."""
+        flats = self.flats
+        if self.window is not None:
+            self._fill_window(self.window)
+            self.window.begin_reading()
         flags = flags_of(flats)
         if self.lifetime.cut:
             rows = self._agree(replace(event, flags=flags))
             flags = int(np.bitwise_or.reduce(rows[:, 0]))
-        if flags & (REPLACED | TOGGLED):
-            raise_for_flags(flags, flats)
+        if flags & REPLACED:
+            raise_for_replaced(flats)
+        if flags & TOGGLED:
+            self._follow_toggles()
         for bit, trainable in ((TRAINABLE, True), (FROZEN, False)):
             if flags & bit:
                 self.mark_stale(trainable=trainable)
         if not self.lifetime.release_parameters:
-            for unit in self.units:
-                if unit.stale:
-                    self._note("gather", unit)
-                    unit.fill()
+            self._gathers.begin(self.units)
 
-    def _after_forward(self, unit: Unit, output: Any) -> None:
+    def _fill_window(self, window: Window) -> None:
+        """Put what the user has changed, beside the optimizer, into the shared parameters."""
+        changed = [flat for flat in self.flats if flat.changed() or flat.stale]
+        if changed:
+            window.await_readers()
+            for flat in changed:
+                flat.stale = True
+                flat.unshard()
+            window.stepped()
+
+    def _follow_toggles(self) -> None:
+        """Train what the user has unfrozen since, and no longer what was frozen; the same on all ranks.
+
+        Collective where parameters are cut; else the next backward's agreement finds ranks that differ.
+        """
+        if self.lifetime.cut:
+            check_same(self.comm, trained_lines(self.flats))
+        for unit in self.units:
+            for flat in unit.flats:
+                self._hook_gradients(unit, flat, flat.follow())
+            unit.count()
+        self._trained = crc32("".join(trained_lines(self.flats)).encode()) >> 1
+
+    def _after_forward(self, unit: Unit, output: Any) -> Any:
         call = self._leave(unit)
         if call is None:
-            return
+            return None
         failed = output is None and sys.exc_info()[1] is not call.error
         needed = in_backward() or any(other.unit is unit for other in self._calls)
         if not failed and call.grad and torch.is_grad_enabled():
             needed |= self._watch_outputs(call, output)
         if not needed:
-            self._reshard(unit)
+            self._reshard(unit, release=not (unit.keep and call.grad and not failed))
+        if not self._calls:
+            self._end_forward(call, failed=failed)
         if not failed and self.lifetime.cut and unit.full_version() != call.seen_full:
             raise ShardError(
                 f"parameters of unit {unit.name!r} must be left alone inside forward (got a change in place): the "
                 "shards would not see it; change them between steps, through model.parameters()"
             )
+        outer = not self._calls and not in_backward()
+        return cast_floating(output, self.precision.output) if outer and self.precision.output is not None else None
+
+    def _end_forward(self, call: Call, *, failed: bool) -> None:
+        """End an outermost forward: settle gathers that it did not need, and begin those that backward will."""
+        if in_backward():
+            return
+        self._gathers.finish(release=True)
+        self.observe("forward", "", self._started)
+        if call.grad and not failed and not call.unit.pins and self.lifetime.release_parameters:
+            self._gathers.expect(BACKWARD)
+        self._end_reading()
 
     def _leave(self, unit: Unit) -> Call | None:
         """End the unit's innermost call, and those inside it that never ended; None if its beginning was not seen."""
@@ -167,7 +254,7 @@ class Runtime:
         if self.lifetime.release_parameters:
             found += [*call.added(), *hidden_tensors(unit.own_modules)]
         wanted = {id(tensor): tensor for tensor in found if tensor.requires_grad}
-        seen = unit.version()
+        seen = self._version(unit)
         for tensor in wanted.values():
             tensor.register_hook(lambda _, seen=seen: self._before_backward(call, seen))
         return not wanted and not tensors_in(output) and bool(unit.trainable) and self.lifetime.release_parameters
@@ -192,7 +279,7 @@ class Runtime:
 
     def _before_backward(self, call: Call, seen: int) -> None:
         unit = call.unit
-        unit.check_unchanged(seen)
+        unit.check_unchanged(self._version(unit), seen)
         if torch.is_grad_enabled() and self.lifetime.release_parameters and not unit.pins:
             raise ShardError(
                 "second derivatives (create_graph=True) must be taken at stages 0 to 2, or inside "
@@ -208,6 +295,8 @@ class Runtime:
                 self._reduce_before(unit)
             self._entered.append(unit)
         if unit.state is not UnitState.BACKWARD:
+            if self.lifetime.release_parameters:
+                self.check_agreement()
             self._gather(unit, UnitState.BACKWARD)
 
     def _begin_backward(self) -> None:
@@ -219,25 +308,41 @@ class Runtime:
             self._end_of_backward()
 
         self._backward += 1
+        self._began = time.perf_counter()
         self._end = weakref.ref(end, self._given_up)
         self._pending = [unit for unit in reversed(self.units) if unit.trainable]
         self._drop_zeroed()
         torch.autograd.Variable._execution_engine.queue_callback(end)  # noqa: SLF001
         del end  # from here on autograd's alone
+        if self.window is not None:
+            self.window.begin_reading()
         if self.comm.size > 1 and (self.sync or self.lifetime.release_parameters):
-            self._agree(Event(kind="backward", grad=self.sync))
+            self._agreement = Agreement(
+                self.comm, Event(kind="backward", grad=self.sync, unit=self._trained), self._names
+            )
+
+    def check_agreement(self) -> None:
+        """Look at what the others said they were beginning, before anything is waited for that depends on it."""
+        if self._agreement is not None:
+            agreement, self._agreement = self._agreement, None
+            agreement.check()
 
     @torch.no_grad()
     def _gradient(self, unit: Unit, flat: FlatParams, index: int) -> None:
         """Take one gradient; when it is the unit's last, release the parameters and reduce what is due."""
         self._begin_backward()
-        flat.keep(index, sync=self.sync)
+        if flat.gradients is None:
+            return
+        if self.sync:
+            self._reductions.lend(unit)
+        flat.gradients.keep(index, sync=self.sync)
         self._used[self._offsets[id(flat)] + index] = USED
         unit.missing -= 1
         self._release_if_done(unit)
-        if self.sync and self.lifetime.reduce_when_complete:
+        if self.sync and not self.lifetime.release_parameters:
             while self._pending and self._pending[0].complete:
                 self._reduce(self._pending[0])
+        self._reductions.poll()
 
     def _reduce_before(self, gathered: Unit) -> None:
         """Reduce what is due before a unit is gathered in backward. See [Note: order of reductions]."""
@@ -250,35 +355,49 @@ class Runtime:
         if unit in self._pending:
             self._pending.remove(unit)
         self._note("reduce", unit)
-        unit.reduce()
+        self._reductions.start(unit)
 
     @torch.no_grad()
     def _end_of_backward(self) -> None:
         """Release everything, reduce what is left, and give used parameters their gradients."""
-        self._end = None
         self._entered.clear()
+        self._gathers.finish(release=True)
         for unit in self.units:
             unit.forget_backward()
-            if unit.state is not UnitState.SHARDED:
+            if unit.state is not UnitState.SHARDED or (unit.keep and unit.released):
                 self._reshard(unit)
-        if not self.sync:
-            for flat in self._trainable():
-                flat.hold_place()
-            return
+        if self.sync:
+            self._reduce_rest()
+        else:
+            for gradients in self._gradients():
+                gradients.hold_place()
+        self.check_agreement()
+        self._end = None
+        self._end_reading()
+        self.observe("backward", "", self._began)
+
+    def _reduce_rest(self) -> None:
+        """Reduce what backward has not, tell each other what was used, and attach the gradients."""
         while self._pending:
             self._reduce(self._pending[0])
+        self._reductions.finish()
         said = self._what_all_say()
-        for flat in self._trainable():
-            flat.attach((said[self._span(flat)] & USED).astype(bool).tolist())
-        for unit in reversed(self.units):
-            if any((said[self._span(flat)] & LATE).any() for flat in unit.trainable):
-                self._reduce(unit)
+        for gradients in self._gradients():
+            gradients.attach((said[self._span(gradients.flat)] & USED).astype(bool).tolist())
+        late = [
+            unit
+            for unit in reversed(self.units)
+            if any((said[self._span(flat)] & LATE).any() for flat in unit.trainable)
+        ]
+        for unit in late:
+            self._reduce(unit)
+        self._reductions.finish()
 
     def _what_all_say(self) -> Any:
         """Return, for every parameter, what any rank says of it, and begin anew."""
-        for flat in self._trainable():
-            if flat.incoming is not None:
-                self._used[self._span(flat)] |= LATE
+        for gradients in self._gradients():
+            if gradients.incoming is not None:
+                self._used[self._span(gradients.flat)] |= LATE
         said, self._used = self._used, np.zeros_like(self._used)
         if self.comm.size > 1:
             said = np.bitwise_or.reduce(self._agree(Event(kind="end of backward"), said)[:, 1:], axis=0)
@@ -291,30 +410,47 @@ class Runtime:
 
     def _forget_backward(self) -> None:
         """Let go what a backward that raised has left, at once: the user sees parameters in its except block."""
-        self._end = None
+        self._end = self._agreement = None
         self._entered.clear()
+        self._reductions.forget()
+        self._gathers.finish(release=True)
         for unit in self.units:
             unit.forget_backward()
-            for flat in unit.trainable:
-                flat.incoming = None
-                flat.arrived.clear()
-                self._used[self._span(flat)] = [USED if index in flat.kept else 0 for index in range(len(flat.shards))]
+            for gradients in unit.gradients:
+                gradients.forget()
+                kept, span = gradients.kept, self._span(gradients.flat)
+                self._used[span] = [USED if index in kept else 0 for index in range(len(gradients.flat.shards))]
             if unit.state is not UnitState.SHARDED:
                 unit.reshard()
+        self._end_reading()
 
     # Steps and other calls
 
+    def before_step(self) -> None:
+        """Wait until no rank reads the parameters that the optimizer is about to write."""
+        self._stepping = time.perf_counter()
+        if self.window is not None:
+            self.window.await_readers()
+
+    def after_step(self) -> None:
+        """Have the full parameters filled anew: at once where the node shares them, else with the next forward."""
+        self.mark_stale()
+        if self.window is not None:
+            for flat in self._trainable():
+                flat.unshard()
+            self.window.stepped()
+        self.observe("step", "", self._stepping)
+
     def mark_stale(self, *, trainable: bool = True) -> None:
         """Make the trainable (or the frozen) full parameters be filled anew before they are used again."""
-        for unit in self.units:
-            for flat in unit.flats:
-                if flat.trainable == trainable:
-                    flat.stale = flat.lifetime.cut or not flat.aliased
+        for flat in self.flats:
+            if flat.trainable == trainable:
+                flat.stale = not flat.aliased or (flat.lifetime.cut and not flat.lifetime.shared)
 
     def check_synced(self, what: str) -> None:
         """Raise ShardError if `no_sync` has kept back gradients that were not reduced yet."""
         self._drop_zeroed()
-        if any(flat.unsynced is not None for flat in self._trainable()):
+        if any(gradients.unsynced is not None for gradients in self._gradients()):
             raise ShardError(
                 f"{what} must follow a backward outside no_sync (got gradients of this rank alone): leave no_sync for "
                 "the last micro-batch"
@@ -334,6 +470,7 @@ class Runtime:
         for unit in self.units:
             self._gather(unit, UnitState.GATHERED)
             unit.pins += 1
+        self._gathers.finish(release=False)
         before = [unit.full_version() for unit in self.units]
         try:
             yield
@@ -342,6 +479,7 @@ class Runtime:
             for unit in self.units:
                 unit.pins -= 1
                 self._reshard(unit)
+            self._end_reading()
             if changed:
                 self.mark_stale()
                 self.mark_stale(trainable=False)
@@ -356,28 +494,56 @@ class Runtime:
         """Return whether full parameters are held by `unsharded`."""
         return any(unit.pins for unit in self.units)
 
+    @property
+    def room_bytes(self) -> int:
+        """Return the bytes of shared memory that this rank's gradients are collected in."""
+        return self._reductions.room_bytes
+
+    @property
+    def flats(self) -> list[FlatParams]:
+        """Return all flat buffers, in the order of the units."""
+        return [flat for unit in self.units for flat in unit.flats]
+
     def _agree(self, event: Event, extra: Any = None) -> Any:
-        return agree(self.comm, event, self._names, extra)
+        start = time.perf_counter()
+        said = agree(self.comm, event, self._names, extra)
+        self.observe("agree", "", start)
+        return said
+
+    def _end_reading(self) -> None:
+        """Tell the node that this rank reads the shared parameters no longer, unless it does."""
+        if self.window is not None and not (self._calls or self._end is not None or self.pinned):
+            self.window.end_reading()
+
+    def _version(self, unit: Unit) -> int:
+        """Return a number that grows with every change of a unit's values that this rank can know of."""
+        return unit.version() + (0 if self.window is None else self.window.generation())
 
     def _drop_zeroed(self) -> None:
-        for flat in self._trainable():
-            for index in flat.drop_zeroed():
-                self._used[self._offsets[id(flat)] + index] = 0
+        for gradients in self._gradients():
+            for index in gradients.drop_zeroed():
+                self._used[self._offsets[id(gradients.flat)] + index] = 0
 
     def _span(self, flat: FlatParams) -> slice:
         start = self._offsets[id(flat)]
         return slice(start, start + len(flat.shards))
 
     def _trainable(self) -> list[FlatParams]:
-        return [flat for unit in self.units for flat in unit.trainable]
+        return [flat for flat in self.flats if flat.trainable]
+
+    def _gradients(self) -> list[Gradients]:
+        return [gradients for unit in self.units for gradients in unit.gradients]
 
     def _gather(self, unit: Unit, state: UnitState) -> None:
-        self._note("gather" if unit.stale else "show", unit)
-        unit.gather(state)
+        if not unit.stale and not unit.gathering:
+            self._note("show", unit)
+        self._gathers.need(unit, BACKWARD if in_backward() else FORWARD)
+        unit.show(state)
 
-    def _reshard(self, unit: Unit) -> None:
-        self._note("release" if self.lifetime.release_parameters and not unit.pins else "hide", unit)
-        unit.reshard()
+    def _reshard(self, unit: Unit, *, release: bool = True) -> None:
+        release = release and self.lifetime.release_parameters and not unit.pins
+        self._note("release" if release else "hide", unit)
+        unit.reshard(release=release)
 
     def _refuse_state(self, unit: Unit, call: str, prefix: str) -> None:
         remedy = "call it inside `with mpizero.unsharded(model):`, entered by all ranks"
@@ -389,6 +555,18 @@ class Runtime:
             f"{call} of a sharded model must find parameters whole (got this rank's part of {prefix or unit.name!r}): "
             f"{remedy}"
         )
+
+    def _gathered(self, unit: Unit, began: float, waited: float) -> None:
+        """Be told of a gather that is over: when it began, and when the caller began to wait for it."""
+        nbytes = sum(flat.full.numel() * flat.full.element_size() for flat in unit.flats)
+        self.observe("wait", unit.name, waited)
+        self.observe("gather", unit.name, began, unit.ended, nbytes)
+
+    def observe(self, kind: str, unit: str, start: float, stop: float | None = None, nbytes: int = 0) -> None:
+        """Tell the profile, if there is one, of something that took from `start` to `stop` (None: to now)."""
+        observer = self.observer
+        if observer is not None:
+            observer(Span(kind, unit, start, time.perf_counter() if stop is None else stop, nbytes))
 
     def _note(self, event: str, unit: Unit) -> None:
         if self.trace is not None:

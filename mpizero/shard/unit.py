@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mpizero.errors import ShardError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from torch import nn
+    from torch import Tensor, nn
 
     from mpizero.shard.flat import FlatParams
 
@@ -43,6 +44,8 @@ class Unit:
         self.flats = flats
         self.state = UnitState.SHARDED
         self.pins = 0
+        self.keep = False
+        """Whether the unit stays gathered from its forward to the end of its backward."""
         self.missing = 0
         """Parameters whose gradients this backward has yet to bring."""
         self.calls = 0
@@ -51,9 +54,15 @@ class Unit:
         """Those of them whose backward has begun."""
         self.open = 0
         """Those of which backward may still need frozen parameters."""
-        self.has_frozen = any(not flat.trainable for flat in flats)
-        self.trainable = [flat for flat in flats if flat.trainable]
-        self.parameters = sum(len(flat.shards) for flat in self.trainable)
+        self.parameters = sum(len(flat.shards) for flat in flats)
+        self.count()
+
+    def count(self) -> None:
+        """Count what is trained, anew after parameters were frozen or unfrozen."""
+        self.trainable = [flat for flat in self.flats if flat.trainable]
+        self.gradients = [flat.gradients for flat in self.trainable if flat.gradients is not None]
+        self.trained = sum(len(flat.trained) for flat in self.flats)
+        self.has_frozen = self.trained < self.parameters
 
     @property
     def cut(self) -> bool:
@@ -61,56 +70,80 @@ class Unit:
         return any(flat.lifetime.cut for flat in self.flats)
 
     @property
+    def released(self) -> bool:
+        """Return whether full parameters are let go between uses."""
+        return any(flat.lifetime.release_parameters for flat in self.flats)
+
+    @property
+    def shown(self) -> bool:
+        """Return whether modules hold the full parameters."""
+        return self.state is not UnitState.SHARDED
+
+    @property
     def stale(self) -> bool:
         """Return whether any full parameters have to be filled before they are used."""
         return any(flat.stale or not flat.live for flat in self.flats)
 
     @property
+    def gathering(self) -> bool:
+        """Return whether a gather is under way."""
+        return any(flat.gathering is not None for flat in self.flats)
+
+    @property
     def complete(self) -> bool:
         """Return whether the gradients of all parameters of all calls are there."""
-        arrived = all(len(flat.arrived) == len(flat.members) for flat in self.trainable)
+        arrived = all(gradients.complete for gradients in self.gradients)
         return arrived and self.missing <= 0 and self.entered >= self.calls
 
     def version(self) -> int:
-        """Return a number that grows with every change in place of any shard."""
+        """Return a number that grows with every change in place of any shard, by any rank that shares them."""
         return sum(flat.version() for flat in self.flats)
 
     def full_version(self) -> int:
         """Return a number that grows with every change in place of any full parameter."""
         return sum(flat.full_version() for flat in self.flats)
 
-    def gather(self, state: UnitState) -> None:
-        """Fill the full parameters and show them. Collective where the unit is cut and not yet filled."""
-        self.fill()
+    def show(self, state: UnitState) -> None:
+        """Put the full parameters, which must be there, into the modules."""
         for flat in self.flats:
             flat.show(full=True)
         if state is UnitState.BACKWARD and self.state is not UnitState.BACKWARD:
-            self.missing = self.parameters
+            self.missing = self.trained
         self.state = state
 
-    def fill(self) -> None:
-        """Give the full parameters the current values. Collective where the unit is cut and not yet filled."""
+    def begin_fill(self) -> None:
+        """Begin to give the full parameters the current values. Collective where the unit is cut and not yet filled."""
         for flat in self.flats:
-            flat.unshard()
+            flat.begin_unshard()
+
+    def end_fill(self) -> None:
+        """Wait for what `begin_fill` began."""
+        for flat in self.flats:
+            flat.end_unshard()
+
+    @property
+    def ended(self) -> float:
+        """Return when the latest gather was over, in seconds of `time.perf_counter`."""
+        return max(flat.gathered for flat in self.flats)
 
     def forget_backward(self) -> None:
         """Start counting calls anew."""
         self.calls = self.entered = self.open = 0
 
-    def reshard(self) -> None:
+    def reshard(self, *, release: bool = True) -> None:
         """Show the shards again and, where the stage says so, let the full parameters go. Pinned units stay."""
         if self.pins:
             self.state = UnitState.GATHERED
             return
         for flat in self.flats:
             flat.show(full=False)
-            if flat.lifetime.release_parameters and flat.live:
+            if release and flat.lifetime.release_parameters and flat.live:
                 flat.release()
         self.state = UnitState.SHARDED
 
-    def check_unchanged(self, seen: int) -> None:
+    def check_unchanged(self, version: int, seen: int) -> None:
         """Raise ShardError if a parameter was changed in place since the forward that saw version `seen` (case S23)."""
-        if self.version() == seen:
+        if version == seen:
             return
         raise ShardError(
             f"parameters of unit {self.name!r} must be left alone between forward and backward (got a change in place, "
@@ -118,13 +151,12 @@ class Unit:
             "or run forward again"
         )
 
-    def on_gradients(self, ready: Callable[[FlatParams, int], None]) -> None:
-        """Call `ready(flat, index)` each time autograd has finished the gradient of a full parameter."""
-        for flat in self.trainable:
-            for index, param in enumerate(flat.full_params):
-                param.register_post_accumulate_grad_hook(lambda _, flat=flat, index=index: ready(flat, index))
+    def on_gradients(self, ready: Callable[[FlatParams, int], None], flat: FlatParams, indices: Iterable[int]) -> None:
+        """Call `ready(flat, index)` each time autograd has finished the gradient of one of these full parameters."""
+        for index in indices:
+            hook = partial(_forward_to, ready, flat, index)
+            flat.full_params[index].register_post_accumulate_grad_hook(hook)
 
-    def reduce(self) -> None:
-        """Reduce this backward's gradients. Collective."""
-        for flat in self.trainable:
-            flat.reduce()
+
+def _forward_to(ready: Callable[[FlatParams, int], None], flat: FlatParams, index: int, _: Tensor) -> None:
+    ready(flat, index)

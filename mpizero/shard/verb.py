@@ -12,26 +12,38 @@ from torch import Tensor, nn
 
 from mpizero.collectives import broadcast
 from mpizero.comm import Stats, world
-from mpizero.errors import ArgumentTypeError, must_be
-from mpizero.plan import check_stage
+from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
 from mpizero.settings import settings
 from mpizero.shard.agree import check_same
-from mpizero.shard.build import UnitRule, describe, make_units, plan_units
+from mpizero.shard.build import UnitRule, describe, make_units, plan_units, window_sizes
+from mpizero.shard.casting import cast_buffers, keep_modules
 from mpizero.shard.clipping import catch_torch_clipping
 from mpizero.shard.optimizers import install_step_hooks
-from mpizero.shard.policy import Precision, lifetime_of
+from mpizero.shard.policy import Overlap, Precision, lifetime_of, parse_stage, ranks_of
 from mpizero.shard.runtime import Runtime, runtime_of
+from mpizero.shard.window import make_window
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 __all__ = ["full_parameters", "no_sync", "shard", "stats", "unsharded"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def shard(
-    model: Model, comm: Any = None, *, stage: int = 3, units: UnitRule = None, precision: Precision | None = None
+def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
+    model: Model,
+    comm: Any = None,
+    *,
+    stage: int | str = 3,
+    units: UnitRule = None,
+    precision: Precision | None = None,
+    group: Any = None,
+    ignored_params: Iterable[nn.Parameter] = (),
+    reshard_after_forward: bool | None = None,
+    prefetch: int = 1,
+    bucket_bytes: int = 1 << 20,
+    node_shared: bool | None = None,
 ) -> Model:
     """Shard a model over ranks by ZeRO stage, in place, and return it.
 
@@ -42,41 +54,69 @@ def shard(
 
     Args:
         model: a module whose parameters are in host memory.
-        comm: the ranks to shard over; None means `mpizero.world()`. Models talk over a
+        comm: the ranks to train on; None means `mpizero.world()`. Models talk over a
             duplicate of it.
         stage: 0 replicates everything (plain data parallelism), 1 shards the optimizer's state, 2 gradients as well,
             3 parameters as well. Per parameter and rank, with Adam in fp32: 16, 4+12/p, 4+12/p and 16/p bytes between
-            steps; a step sends 2, 2, 2 and 3 times (p-1)/p of the parameters' bytes.
+            steps; a step sends 2, 2, 2 and 3 times (p-1)/p of the parameters' bytes. Or a strategy by its name:
+            NO_SHARD is stage 0, SHARD_GRAD_OP 2, FULL_SHARD 3, HYBRID_SHARD stage 3 within each node.
         units: the modules that are gathered and reduced at a time: a set of module classes, a predicate on modules, or
             None to choose by size. Stage 3 needs room for two gathered units; smaller units mean more messages.
         precision: compute in another precision than fp32, with fp32 master values; see `Precision`.
+        group: for hybrid sharding, the communicator of this rank's group, over which parameters are cut; groups are
+            replicas of each other. None means all ranks, or the node under HYBRID_SHARD. With g ranks in a group, p/g
+            groups and S bytes of parameters: what a stage costs in memory and messages it costs over g ranks, and each
+            rank sends 2 (1-g/p) S/g more, fp32, to sum gradients over the groups.
+        ignored_params: parameters to leave whole on every rank: they start from rank 0's values, and are neither
+            sharded nor reduced; their gradients are the caller's to average.
+        reshard_after_forward: at stage 3, whether a unit lets its full parameters go between forward and backward.
+            True costs a second gather, False the memory of all units; None keeps the root's only.
+        prefetch: at stage 3, how many units are gathered ahead of need, in the order that the first step had. Each
+            costs the memory of a gathered unit; 0 waits for every gather.
+        bucket_bytes: gradients of smaller units wait for each other until there are so many bytes, and are then reduced
+            in one collective; the first unit of a backward goes alone. Changes no bits.
+        node_shared: whether the ranks of a node hold one copy of the full parameters together, at stages 1 to 3, which
+            saves its gathers and (p-1)/p of its memory; possible where all ranks of a group are on one node and
+            /dev/shm has room. None shares where it is possible, True raises where it is not.
 
     Raises:
         ArgumentError: for an unknown stage, units that match nothing, a model that is sharded already, or models or
             options that differ between ranks.
         ArgumentTypeError: for a model, or parameters, that cannot be sharded; names them.
 
-    Collective. Source: Rajbhandari et al., "ZeRO", 2020 (stages); Zhao et al., "PyTorch FSDP", 2023 (units).
+    Collective. Source: Rajbhandari et al., "ZeRO", 2020 (stages); Zhao et al., "PyTorch FSDP", 2023 (units, prefetch,
+    hybrid sharding).
     """
     precision = _checked(model, precision)
-    check_stage(stage)
-    grouped = plan_units(model, units)
-    comm = world() if comm is None else comm
-    lifetime = lifetime_of(stage, comm.size)
-    comm = comm.private
+    number, hybrid = parse_stage(stage)
+    overlap = Overlap(prefetch=prefetch, bucket_bytes=bucket_bytes, reshard_after_forward=reshard_after_forward)
+    ignored = _ignored(model, ignored_params)
+    grouped = plan_units(model, units, precision, {id(param) for _, param in ignored})
+    comm = (world() if comm is None else comm).private
     _set_threads(comm)
     install_step_hooks()
+    if comm.size > 1:
+        choices = [f"stage {stage}", str(precision), str(overlap), f"node_shared {node_shared}"]
+        check_same(comm, describe(grouped, model, choices))
+        _broadcast([*model.buffers(), *(param.data for _, param in ignored)], comm)
+    ranks = ranks_of(comm, number, group, hybrid=hybrid)
+    for one in {id(one): one for one in (ranks.group, ranks.everyone)}.values():
+        one.driven_by_caller = getattr(one, "board", None) is not None
+    window = None
+    if lifetime_of(number, ranks.group.size).cut and node_shared is not False:
+        window = make_window(ranks.group, window_sizes(grouped, ranks.group.size, precision))
+        _check_window(window, node_shared)
+    lifetime = lifetime_of(number, ranks.group.size, shared=window is not None)
     if lifetime.cut:
         catch_torch_clipping()
-    if comm.size > 1:
-        check_same(comm, describe(grouped, model, stage, precision))
-        _broadcast_buffers(model, comm)
-    made = make_units(grouped, comm, lifetime, precision)
-    runtime = Runtime(model, made, comm, lifetime, precision)
-    for unit in made:
-        for flat in unit.flats:
-            for param in flat.shards:
-                param._mpizero_owner = runtime  # type: ignore[attr-defined]  # noqa: SLF001
+    cast_buffers(model, precision)
+    keep_modules(model, precision)
+    made = make_units(grouped, ranks, lifetime, precision, window=window)
+    runtime = Runtime(model, made, ranks, (lifetime, precision, overlap), window=window)
+    runtime.ignored = ignored
+    for flat in runtime.flats:
+        for param in flat.shards:
+            param._mpizero_owner = runtime  # type: ignore[attr-defined]  # noqa: SLF001
     if lifetime.release_parameters and len(made) == 1 and comm.rank == 0:
         warnings.warn(
             f"stage 3 with one unit ({made[0].name}) gathers all parameters at once and saves no memory at the peak: "
@@ -165,12 +205,29 @@ def _checked(model: Any, precision: Any) -> Precision:
     return precision
 
 
-def _broadcast_buffers(model: nn.Module, comm: Any) -> None:
-    """Give all ranks rank 0's buffers; one whose elements share memory, as after `expand`, gets memory of its own."""
-    for buffer in model.buffers():
-        if not buffer.is_contiguous():
-            buffer.data = buffer.data.contiguous()
-        broadcast(buffer, comm)
+def _ignored(model: nn.Module, params: Iterable[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    """Return the ignored parameters with their names; raise ArgumentError for one that is not the model's."""
+    wanted = {id(param) for param in params}
+    found = [(name, param) for name, param in model.named_parameters() if id(param) in wanted]
+    if len(found) < len(wanted):
+        got = f"{len(wanted) - len(found)} others"
+        raise ArgumentError(must_be("ignored_params", "parameters of the model", got, "take them from the model"))
+    return found
+
+
+def _check_window(window: Any, node_shared: Any) -> None:
+    """Raise ArgumentError where parameters must be shared and cannot be."""
+    if window is None and node_shared:
+        rule = "False or None where ranks of a group are on several nodes, or cannot share memory"
+        raise ArgumentError(must_be("node_shared", rule, node_shared))
+
+
+def _broadcast(tensors: list[Tensor], comm: Any) -> None:
+    """Give all ranks rank 0's tensors; one whose elements share memory, as after `expand`, gets memory of its own."""
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            tensor.data = tensor.data.contiguous()
+        broadcast(tensor, comm)
 
 
 def _set_threads(comm: Any) -> None:

@@ -323,12 +323,31 @@ def test_precision_keeps_integer_and_mixed_parameters(world):
 
 
 @each_stage
-def test_requires_grad_changed_after_shard(world, stage):
-    """S14: refused on every rank, by whatever way it was changed, and whoever changed it."""
+def test_unfrozen_and_frozen_after_shard(world, stage):
+    """S14: half of the model trains first, then the other half; what was frozen is exact, nothing else is lost."""
+    plain, model = seeded(Net), mz.shard(seeded(Net), world, stage=stage, units={Unit})
+    for m, x_of in ((plain, lambda step: joined(world, step)), (model, lambda step: batch(world.rank, step))):
+        for inside in (True, False, None):
+            for name, param in m.named_parameters():
+                param.requires_grad_(inside is None or name.startswith("units") == inside)
+            before = [param.detach().clone() for param in m.parameters()]
+            train(m, x_of)
+            for param, value in zip(m.parameters(), before, strict=True):
+                assert param.numel() == 0 or torch.equal(param, value) != param.requires_grad
+                assert param.requires_grad or param.grad is None
+    for name, value in mz.full_parameters(model).items():
+        close(value, plain.get_parameter(name))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_requires_grad_that_differs_between_ranks(world, stage):
+    """S14: refused on every rank, whoever changed it."""
     model = mz.shard(seeded(Net), world, stage=stage, units={Unit})
-    if world.rank == world.size - 1 or stage == 0:
+    if world.size == 1:
+        return
+    if world.rank == world.size - 1:
         model.first.weight.requires_grad_(requires_grad=False)
-    with pytest.raises(ShardError, match="requires_grad of a sharded model's parameters must stay"):
+    with pytest.raises(ArgumentError, match=r"requires_grad of first\.weight is"):
         model(batch(world.rank))
     model.first.weight.requires_grad = True
     train(model, lambda step: batch(world.rank, step))
@@ -393,7 +412,7 @@ def test_second_derivatives(world):
     penalty(plain, joined(world)).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     for stage in STAGES:
-        model = mz.shard(seeded(Net), world, stage=stage, units={Unit})
+        model = mz.shard(seeded(Net), world, stage=stage, units={Unit}, node_shared=False)
         if stage == 3 and world.size > 1:
             with pytest.raises(ShardError, match="second derivatives"):
                 penalty(model, batch(world.rank)).backward()

@@ -1,0 +1,192 @@
+"""The gradients of one flat buffer, from autograd to the shards' `.grad`.
+
+[Note: buffers of gradients] One-dimensional in the layout's order; n is its length, k a shard's.
+
+- `accumulator`, k fp32 elements (n where nothing is cut): the reduced gradients, which `shards[i].grad` are views of.
+- `incoming`, n elements: this backward's gradients, from the first that arrives to the end of the reduction. It lies in
+  room that the ranks of a node can read (see `reductions`), or in memory of its own. Where nothing is cut and no
+  gradients are there yet it is the accumulator itself, and is reduced in place.
+- `unsynced`, n elements in fp32: what `no_sync` has kept back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mpizero.shard.clipping import MARK
+
+if TYPE_CHECKING:
+    from mpizero.shard.flat import FlatParams
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """Take the gradients of a flat buffer's full parameters, and give its shards the reduced ones."""
+
+    def __init__(self, flat: FlatParams, reduce_dtype: torch.dtype, accumulator: Tensor) -> None:
+        """Start without gradients.
+
+        Args:
+            flat: the buffer.
+            reduce_dtype: in which gradients are sent.
+            accumulator: zeros, like the master values.
+        """
+        self.flat, self.dtype, self.accumulator = flat, reduce_dtype, accumulator
+        self.views = [flat.piece_of(accumulator, index) for index in range(len(flat.members))]
+        if flat.lifetime.cut:
+            for view in self.views:
+                setattr(view, MARK, True)
+        self.room: Tensor | None = None
+        """Memory for `incoming` that peers can read, lent for one backward."""
+        self.incoming: Tensor | None = None
+        self.unsynced: Tensor | None = None
+        self.arrived: set[int] = set()
+        self.kept: set[int] = set()
+        """The parameters that `unsynced` has gradients of."""
+        self._had: list[bool] = []
+        """Which shards had a gradient when the reduction began."""
+
+    @property
+    def complete(self) -> bool:
+        """Return whether the gradient of every trained parameter is there."""
+        return len(self.arrived) >= len(self.flat.trained)
+
+    def keep(self, index: int, *, sync: bool) -> None:
+        """Move the gradient that autograd left on full parameter `index` into the buffers.
+
+        Args:
+            index: the parameter.
+            sync: whether this backward will be reduced; if not, the gradient joins `unsynced`.
+        """
+        param = self.flat.full_params[index]
+        grad, param.grad = param.grad, None
+        if grad is None:
+            return
+        if grad.layout is not torch.strided:  # of nn.Embedding(sparse=True)
+            grad = grad.to_dense()
+        slot = self.flat.layout.slots[index]
+        if sync:
+            if self.incoming is None:
+                self.incoming = self._new_incoming()
+            target = self.incoming[slot.offset : slot.stop].view(slot.shape)
+            target.add_(grad) if index in self.arrived else target.copy_(grad)
+            self.arrived.add(index)
+            return
+        if self.unsynced is None:
+            self.unsynced = torch.zeros(self.flat.layout.length, dtype=self.accumulator.dtype)
+        self.unsynced[slot.offset : slot.stop].view(slot.shape).add_(grad)
+        self.kept.add(index)
+
+    def _new_incoming(self) -> Tensor:
+        flat = self.flat
+        fresh = self.room
+        if self.in_place:
+            fresh = self.accumulator
+        if fresh is None:
+            fresh = torch.empty(flat.layout.length, dtype=self.dtype)
+        for start, stop in flat.layout.gaps():
+            fresh[start:stop] = 0
+        return fresh
+
+    @property
+    def in_place(self) -> bool:
+        """Return whether gradients can be collected, and reduced, in the accumulator itself."""
+        flat = self.flat
+        fits = not flat.lifetime.cut and self.dtype == self.accumulator.dtype
+        return fits and all(shard.grad is None for shard in flat.shards)
+
+    def take(self) -> tuple[Tensor, Tensor | None]:
+        """Return the local gradients, zero where none arrived, with what `no_sync` kept back; begins a reduction.
+
+        Returns:
+            The n gradients to be reduced, and the k elements that the result is to be put into: None where it has to be
+            added to what is there, or is of another dtype.
+        """
+        total = self.incoming
+        if total is None:
+            total = self._new_incoming()
+            total.zero_()
+        else:
+            for index in self.flat.trained - self.arrived:
+                slot = self.flat.layout.slots[index]
+                total[slot.offset : slot.stop] = 0
+        for index in range(len(self.flat.members)):
+            if index not in self.flat.trained:  # frozen beside trained ones, since `shard`
+                slot = self.flat.layout.slots[index]
+                total[slot.offset : slot.stop] = 0
+        if self.unsynced is not None:
+            total, self.unsynced = self.unsynced.add_(total), None
+            self.kept.clear()
+        self.incoming = total  # until the reduction is over
+        self.arrived.clear()
+        # What lies in the accumulator now is this backward's, and there was nothing before; see `in_place`.
+        shards = range(len(self.flat.shards))
+        self._had = [total is not self.accumulator and self._adopt(index) for index in shards]
+        fresh = not any(self._had) and total.dtype == self.accumulator.dtype
+        return total, self.accumulator if fresh else None
+
+    def give(self, part: Tensor) -> None:
+        """Add this rank's part of the reduced gradients to the accumulator; ends `incoming`."""
+        self.incoming = self.room = None
+        if part.data_ptr() != self.accumulator.data_ptr() or not part.numel():
+            self._accumulate(part)
+
+    def _accumulate(self, part: Tensor) -> None:
+        """Add to the gradients that shards already have; start anew where `.grad` was None."""
+        had = self._had
+        if not any(had):
+            self.accumulator.copy_(part)
+        elif all(had):
+            self.accumulator.add_(part)
+        else:
+            for index, kept in enumerate(had):
+                source, target = self.flat.piece_of(part, index), self.views[index]
+                target.add_(source) if kept else target.copy_(source)
+
+    def _adopt(self, index: int) -> bool:
+        """Return whether a shard has a gradient; one that the user put there moves into the accumulator."""
+        shard = self.flat.shards[index]
+        grad = shard.grad
+        if grad is None:
+            return False
+        if grad is not self.views[index]:
+            self.views[index].copy_(grad)
+            shard.grad = self.views[index]
+        return True
+
+    def attach(self, used: list[bool]) -> None:
+        """Give the shards of used parameters their gradients, on top of any that autograd has put there meanwhile."""
+        for shard, view, is_used in zip(self.flat.shards, self.views, used, strict=True):
+            if not is_used or not shard.requires_grad:
+                continue
+            if shard.grad is not None and shard.grad is not view:  # a penalty on shards that a loss holds
+                view.add_(shard.grad)
+            shard.grad = view
+
+    def hold_place(self) -> None:
+        """Give shards whose gradients wait in `unsynced` a gradient of zero, which `zero_grad` will then take away."""
+        for index in self.kept:
+            if self.flat.shards[index].grad is None:
+                self.views[index].zero_()
+                self.flat.shards[index].grad = self.views[index]
+
+    def drop_zeroed(self) -> list[int]:
+        """Forget the `unsynced` gradients of shards whose `.grad` the user has set to None; return which."""
+        dropped = [index for index in self.kept if self.flat.shards[index].grad is None]
+        for index in dropped:
+            slot = self.flat.layout.slots[index]
+            if self.unsynced is not None:
+                self.unsynced[slot.offset : slot.stop] = 0
+            self.kept.discard(index)
+        if not self.kept:
+            self.unsynced = None
+        return dropped
+
+    def forget(self) -> None:
+        """Let go of what a backward that raised has brought."""
+        self.incoming = self.room = None
+        self.arrived.clear()

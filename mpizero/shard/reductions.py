@@ -1,0 +1,232 @@
+"""The reductions of gradients: which are under way, in what memory, and how many small ones make a bucket.
+
+[Note: room for gradients] On a node a rank's peers sum its gradients where they lie, so the gradients of a unit that is
+in backward are collected in memory that the node shares. There is room for the root, which collects all the time, and
+for two more units: one that collects while the other's reduction waits for the slower ranks. A unit that finds no room
+takes memory of its own, which peers reach by the kernel. Where nothing is cut the accumulators themselves are shared,
+and reduced in place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mpizero.collectives import all_reduce, empty, reduce_scatter
+
+if TYPE_CHECKING:
+    from mpizero.comm import Work
+    from mpizero.shard.gradients import Gradients
+    from mpizero.shard.policy import Lifetime, Overlap, Ranks
+    from mpizero.shard.runtime import Runtime
+    from mpizero.shard.unit import Unit
+
+__all__ = ["Reductions"]
+
+ROOMS = 2
+"""Units beside the root whose gradients have room that peers can read."""
+AT_ONCE = 2
+"""Reductions under way at a time where gradients are cut: each holds a unit's gradients."""
+
+
+@dataclass(kw_only=True, eq=False)
+class _Job:
+    """Be one reduction that is under way: of one flat buffer, or of several small ones packed into a bucket."""
+
+    members: list[Gradients]
+    work: Work | None
+    part: Tensor
+    """This rank's part of the result, once `work` is over."""
+    total: Tensor
+    """What is being reduced, kept alive."""
+    second: Work | None = None
+    """The sum over replicas, in hybrid sharding."""
+    units: list[Unit] = field(default_factory=list)
+    began: float = field(default_factory=time.perf_counter)
+
+
+class Reductions:
+    """Run the reductions of one model in the order in which they are started, at most `AT_ONCE` ahead."""
+
+    def __init__(self, ranks: Ranks, units: list[Unit], lifetime: Lifetime, overlap: Overlap, runtime: Runtime) -> None:
+        """Make room where ranks share memory. Collective.
+
+        Args:
+            ranks: who averages gradients.
+            units: the model's, the root first.
+            lifetime: what the stage means.
+            overlap: the user's choice.
+            runtime: asked to look at what ranks have agreed on before this one waits, and told what took time.
+        """
+        self._runtime = runtime
+        self.ranks, self.lifetime, self.bucket_bytes = ranks, lifetime, overlap.bucket_bytes
+        self._jobs: deque[_Job] = deque()
+        self._held: list[Unit] = []
+        self._first = True
+        self._rooms: list[Tensor] = []
+        self._lent: dict[int, Tensor] = {}
+        if lifetime.cut and getattr(ranks.group, "board", None) is not None:
+            sizes = [_nbytes(unit) for unit in units]
+            largest = max([0, *sizes[1:]])
+            for nbytes in (sizes[0], *[largest] * min(ROOMS, len(units) - 1)):
+                if nbytes >= self.bucket_bytes:
+                    self._rooms.append(empty(nbytes, torch.uint8, ranks.group))
+
+    @property
+    def room_bytes(self) -> int:
+        """Return the bytes of shared memory that this rank's gradients have to be collected in."""
+        return sum(room.numel() for room in [*self._rooms, *self._lent.values()])
+
+    def lend(self, unit: Unit) -> None:
+        """Give a unit whose gradients begin to arrive a room that its peers can read, if one is free."""
+        needed = _nbytes(unit)
+        small = needed < self.bucket_bytes  # packed with others, so copied anyway
+        if small or id(unit) in self._lent or any(gradients.incoming is not None for gradients in unit.gradients):
+            return
+        while True:
+            fitting = [room for room in self._rooms if room.numel() >= needed]
+            if fitting or not self._jobs:
+                break
+            self._finish_first()
+        if not fitting:
+            return
+        room = min(fitting, key=Tensor.numel)
+        self._rooms = [other for other in self._rooms if other is not room]
+        self._lent[id(unit)] = room
+        at = 0
+        for gradients in unit.gradients:
+            nbytes = gradients.flat.layout.length * gradients.dtype.itemsize
+            gradients.room = room[at : at + nbytes].view(gradients.dtype)
+            at += nbytes
+
+    def start(self, unit: Unit) -> None:
+        """Reduce a unit's gradients, or hold them until the bucket is full. Collective."""
+        self._held.append(unit)
+        if self._first or sum(map(_nbytes, self._held)) >= self.bucket_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Start the reductions of the units in the bucket. Collective."""
+        units, self._held = self._held, []
+        self._first = False
+        if not units:
+            return
+        taken = [(gradients, *gradients.take()) for unit in units for gradients in unit.gradients]
+        for dtype in dict.fromkeys(total.dtype for _, total, _ in taken):
+            at_once = AT_ONCE if len(units) == 1 else 1
+            while self.lifetime.cut and len(self._jobs) >= at_once:
+                self._finish_first()
+            alike = [item for item in taken if item[1].dtype == dtype]
+            self._jobs.append(self._launch(alike))
+            self._jobs[-1].units = units
+
+    def poll(self) -> None:
+        """Advance what is under way without blocking."""
+        if not self._jobs:
+            return
+        self.ranks.group.progress()
+        if self.ranks.replicas is not None:
+            for job in self._jobs:
+                if job.second is None and not (job.work is not None and job.work.done()):
+                    break
+                self._sum_over_replicas(job)
+
+    def finish(self) -> None:
+        """Reduce what is held and wait for everything that is under way. Collective."""
+        self.flush()
+        while self._jobs:
+            self._finish_first()
+        self._first = True
+
+    def forget(self) -> None:
+        """Take the rooms back from a backward that raised."""
+        self._held.clear()
+        while self._jobs:
+            self._finish_first()
+        self._first = True
+        self._rooms += self._lent.values()
+        self._lent.clear()
+
+    def _launch(self, taken: list[tuple[Gradients, Tensor, Tensor | None]]) -> _Job:
+        members = [gradients for gradients, _, _ in taken]
+        first, total, into = taken[0]
+        if len(members) > 1:
+            total, into = _pack(members, [total for _, total, _ in taken]), None
+            for gradients in members:
+                gradients.incoming = None
+        if self.ranks.everyone.size == 1 or not total.numel():
+            return _Job(members=members, work=None, part=total[:0] if self.lifetime.cut else total, total=total)
+        if self.ranks.replicas is not None:  # partial sums are fp32
+            total = total.to(first.accumulator.dtype)
+        op = "mean" if self.ranks.replicas is None else "sum"
+        comm = self.ranks.group
+        with comm.channel(2 * first.flat.number + 1, f"gradients of {first.flat.label}"):
+            if self.lifetime.cut:
+                if into is None or into.dtype != total.dtype:
+                    into = torch.empty(total.numel() // comm.size, dtype=total.dtype)
+                work = reduce_scatter(total, comm, op=op, out=into, order="canonical", async_op=True)
+            else:
+                out = None if into is None or into is total else into
+                into = total if out is None else out
+                work = all_reduce(total, comm, op=op, out=out, order="canonical", async_op=True)
+        return _Job(members=members, work=work, part=into, total=total)
+
+    def _sum_over_replicas(self, job: _Job) -> None:
+        """Begin to sum a part over the ranks that hold the same shards."""
+        if job.second is None and job.work is not None:
+            job.work.wait()
+            replicas, flat = self.ranks.replicas, job.members[0].flat
+            with replicas.channel(2 * flat.number + 1, f"gradients of {flat.label}"):
+                job.second = all_reduce(job.part, replicas, order="canonical", async_op=True)
+
+    def _finish_first(self) -> None:
+        self._runtime.check_agreement()
+        job = self._jobs.popleft()
+        start = time.perf_counter()
+        part = job.part if job.work is None else job.work.wait()
+        if self.ranks.replicas is not None and job.work is not None:
+            self._sum_over_replicas(job)
+            assert job.second is not None  # noqa: S101  (just begun)
+            part = job.second.wait().div_(self.ranks.everyone.size)
+            part = part.to(job.members[0].dtype).to(part.dtype)  # rounded where the one sum of all ranks would be
+        for gradients, piece in zip(job.members, _parts(job.members, part), strict=True):
+            gradients.give(piece)
+        self._observe(job, start)
+        for unit in job.units:
+            busy = any(gradients.room is not None for gradients in unit.gradients)  # another dtype's is under way
+            room = None if busy else self._lent.pop(id(unit), None)
+            if room is not None:
+                self._rooms.append(room)
+
+    def _observe(self, job: _Job, start: float) -> None:
+        """Tell of a reduction that is over, and of the wait for it."""
+        last = job.second or job.work
+        if last is None:
+            return
+        self._runtime.observe("wait", job.units[0].name, start)
+        for unit in job.units:
+            self._runtime.observe("reduce", unit.name, job.began, last.ended, _nbytes(unit))
+
+
+def _pack(members: list[Gradients], totals: list[Tensor]) -> Tensor:
+    """Return the gradients of small buffers as one, in which each rank's parts lie side by side."""
+    if not members[0].flat.lifetime.cut:
+        return torch.cat(totals)
+    ranks = members[0].flat.layout.ranks
+    return torch.cat([total.view(ranks, -1) for total in totals], dim=1).view(-1)
+
+
+def _parts(members: list[Gradients], part: Tensor) -> Any:
+    """Return each buffer's elements of a bucket's result."""
+    if len(members) == 1:
+        return [part]
+    return part.split([gradients.accumulator.numel() for gradients in members])
+
+
+def _nbytes(unit: Unit) -> int:
+    return sum(gradients.flat.layout.length * gradients.dtype.itemsize for gradients in unit.gradients)
