@@ -136,3 +136,17 @@ def _cleaned(output: str) -> str:
 
 def _works(line: list[str]) -> bool:
     return subprocess.run(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def main(mpi: str, extras: list[str]) -> int:
+    """Make one environment; return 0, or 1 where it could not be made."""
+    try:
+        ensure(mpi, set(extras))
+    except SetupError as error:
+        print(f"\n{error}", flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -12,6 +12,8 @@ HERE = Path(__file__).parent
 RANKED = (HERE / "mpi", HERE / "torch")
 PLUGIN = "mpizero.testing.mpi_pytest"
 NO_TESTS = 5
+ALONE = ("tests/test_worlds.py", "tests/cli/test_cluster.py")
+"""Files whose tests share something and so run in one worker of pytest-xdist, one after the other."""
 
 found = importlib.util.find_spec("torch")
 if found is None or found.origin is None:
@@ -27,7 +29,8 @@ ranked_keyword = pytest.StashKey[str]()
 def pytest_addoption(parser):
     group = parser.getgroup("mpizero", "tests of mpizero")
     group.addoption("--all", action="store_true", help="run the slow tests too, and products of options in full")
-    group.addoption("--ranks", default="1,2,3,4,5,7,8", help="numbers of ranks for the tests under MPI")
+    group.addoption("--ranks", help="numbers of ranks for the tests under MPI, 1,2,3,4,5,7,8 by default")
+    group.addoption("--many-ranks", action="store_true", help="of tests/torch, run the tests marked many_ranks alone")
     group.addoption("--world-timeout", type=float, default=300.0, help="seconds for all tests at one number of ranks")
 
 
@@ -55,6 +58,20 @@ def _redirect(config):
         config.args[:] = [*(arg for arg in config.args if arg not in {*ranked, worlds}), worlds]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Hand out tests one by one, in their order, and a file of ALONE as a whole."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            path = nodeid.partition("::")[0]
+            return path if path.endswith(ALONE) else nodeid
+
+    config.option.loadscopereorder = False  # else the largest files come first
+    return Scheduling(config, log)
+
+
 def pytest_ignore_collect(collection_path, config):
     if collection_path in RANKED and not config.getoption("--with-mpi"):
         return True
@@ -67,13 +84,25 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow: runs with --all"))
+    if config.getoption("--many-ranks"):
+        _keep_many_ranks(config, items)
     worlds = [item for item in items if item.path == HERE / "test_worlds.py"]
+    # Last, when the other workers have little left to do: a world takes all cores.
+    items.sort(key=worlds.__contains__)
     result = yield
     # -k selects among the tests inside the worlds, unless it names the worlds themselves.
     if config.option.keyword and worlds and not any(item in items for item in worlds):
         config.stash[ranked_keyword] = config.option.keyword
         items += worlds
     return result
+
+
+def _keep_many_ranks(config, items):
+    """Drop the tests of tests/torch to which a larger number of ranks brings nothing new."""
+    torch = [item for item in items if item.path.is_relative_to(HERE / "torch")]
+    dropped = [item for item in torch if not item.get_closest_marker("many_ranks")]
+    items[:] = [item for item in items if item not in dropped]
+    config.hook.pytest_deselected(items=dropped)
 
 
 @pytest.fixture(scope="session")
@@ -88,3 +117,10 @@ def selected(pytestconfig):
         if found.returncode == NO_TESTS:
             pytest.skip(f"no test in several ranks matches -k {keyword!r}")
     return args
+
+
+@pytest.fixture(scope="session")
+def thinned(pytestconfig):
+    """Whether the command line leaves it open which tests run in how many ranks."""
+    asked = pytestconfig.getoption("--ranks") or pytestconfig.getoption("--all")
+    return not (asked or pytestconfig.stash[ranked_args] or pytestconfig.stash[ranked_keyword])

@@ -1,4 +1,8 @@
-"""Runs tests/mpi and tests/torch in 1, 2, 3, 4, 5, 7 and 8 ranks, each number as one job and one test."""
+"""Runs tests/mpi and tests/torch in 1, 2, 3, 4, 5, 7 and 8 ranks, each number as one job and one test.
+
+In 5, 7 and 8 ranks, which share the cores of a small machine, tests/torch runs the tests marked `many_ranks` alone,
+unless --all, --ranks, -k or a path asks for more.
+"""
 
 import subprocess
 import sys
@@ -9,17 +13,22 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PLUGIN = "mpizero.testing.mpi_pytest"
 SHOWN = 30_000
+RANKS = "1,2,3,4,5,7,8"
+FEW = 4
+"""The largest number of ranks in which every test runs."""
 
 
 def pytest_generate_tests(metafunc):
     if "ranks" in metafunc.fixturenames:
-        metafunc.parametrize("ranks", [int(ranks) for ranks in metafunc.config.getoption("--ranks").split(",")])
+        metafunc.parametrize("ranks", list(map(int, (metafunc.config.getoption("--ranks") or RANKS).split(","))))
 
 
-def test_world(ranks, selected, pytestconfig):
+def test_world(ranks, selected, thinned, pytestconfig):
     limit = pytestconfig.getoption("--world-timeout")
     line = [sys.executable, "-m", "mpizero.cli.mzrun", "-n", str(ranks), "--timeout", str(limit), "-m", "pytest"]
     line += ["--with-mpi", "-q", "--color=no", "-p", PLUGIN, "-p", "no:cacheprovider", *selected]
+    if ranks > FEW and thinned:
+        line.append("--many-ranks")
     with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
         output, _ = job.communicate(timeout=limit + 60)
     if job.returncode != 0:
