@@ -148,6 +148,8 @@ class FlatParams:
 
     def _make_parameters(self) -> None:
         """Make the full parameters and the shards, and mark the originals as replaced."""
+        self._shown: list[tuple[Any, Any, nn.Parameter, nn.Parameter]] = []
+        """Where modules hold parameters: a holder and the key in it, the full parameter and the shard."""
         self.full_params: list[nn.Parameter] = []
         self.shards: list[nn.Parameter] = []
         for index, (slot, member) in enumerate(zip(self.layout.slots, self.members, strict=True)):
@@ -162,9 +164,9 @@ class FlatParams:
             for module, name in member.places:
                 if not isinstance(module._parameters, ShardedParameters):  # noqa: SLF001
                     module._parameters = ShardedParameters(module._parameters)  # noqa: SLF001
-                module._parameters[name] = shard  # noqa: SLF001
-            for holder, key in member.caches:
-                holder[key] = shard
+                self._shown.append((module._parameters, name, full, shard))  # noqa: SLF001
+            self._shown += [(holder, key, full, shard) for holder, key in member.caches]
+        self.show(full=False)
 
     def make_gradients(self, *, symmetric: bool = True) -> None:
         """Make room for gradients where some parameter is trained and there is none yet.
@@ -197,8 +199,8 @@ class FlatParams:
         )
 
     def version(self) -> int:
-        """Return a number that grows with every change in place of a shard."""
-        return sum(shard._version for shard in self.shards)  # noqa: SLF001
+        """Return a number that grows with every change in place of a shard: they share it with `master`."""
+        return self.master._version  # noqa: SLF001
 
     def full_version(self) -> int:
         """Return a number that grows with every change in place of a full parameter: they share it with `full`."""
@@ -270,11 +272,8 @@ class FlatParams:
 
     def show(self, *, full: bool) -> None:
         """Put the full parameters, or the shards, into the modules."""
-        for member, whole, shard in zip(self.members, self.full_params, self.shards, strict=True):
-            for module, name in member.places:
-                module._parameters[name] = whole if full else shard  # noqa: SLF001
-            for holder, key in member.caches:
-                holder[key] = whole if full else shard
+        for holder, key, whole, shard in self._shown:
+            holder[key] = whole if full else shard
 
     def gather_master(self) -> Tensor:
         """Return the whole master buffer on every rank. Collective where cut."""

@@ -40,6 +40,7 @@ class Gradients:
         if flat.lifetime.cut:
             for view in self.views:
                 setattr(view, MARK, True)
+        self._gaps = flat.layout.gaps()
         self.room: Tensor | None = None
         """Memory for `incoming` that peers can read, lent for one backward."""
         self.incoming: Tensor | None = None
@@ -72,7 +73,10 @@ class Gradients:
         if sync:
             if self.incoming is None:
                 self.incoming = self._new_incoming()
-            target = self.incoming[slot.offset : slot.stop].view(slot.shape)
+            if self.incoming is self.accumulator:
+                target = self.views[index]
+            else:
+                target = self.incoming[slot.offset : slot.stop].view(slot.shape)
             target.add_(grad) if index in self.arrived else target.copy_(grad)
             self.arrived.add(index)
             return
@@ -83,12 +87,12 @@ class Gradients:
 
     def _new_incoming(self) -> Tensor:
         flat = self.flat
-        fresh = self.room
         if self.in_place:
-            fresh = self.accumulator
+            return self.accumulator  # its padding is zero
+        fresh = self.room
         if fresh is None:
             fresh = torch.empty(flat.layout.length, dtype=self.dtype)
-        for start, stop in flat.layout.gaps():
+        for start, stop in self._gaps:
             fresh[start:stop] = 0
         return fresh
 
@@ -96,8 +100,9 @@ class Gradients:
     def in_place(self) -> bool:
         """Return whether gradients can be collected, and reduced, in the accumulator itself."""
         flat = self.flat
-        fits = not flat.lifetime.cut and self.dtype == self.accumulator.dtype
-        return fits and all(shard.grad is None for shard in flat.shards)
+        if flat.lifetime.cut or self.dtype != self.accumulator.dtype:
+            return False
+        return all(shard.grad is None for shard in flat.shards)
 
     def take(self) -> tuple[Tensor, Tensor | None]:
         """Return the local gradients, zero where none arrived, with what `no_sync` kept back; begins a reduction.

@@ -67,26 +67,26 @@ class Reductions:
         self.ranks, self.lifetime, self.bucket_bytes = ranks, lifetime, overlap.bucket_bytes
         self._jobs: deque[_Job] = deque()
         self._held: list[Unit] = []
+        self._held_bytes = 0
         self._first = True
         self._rooms: list[Tensor] = []
         self._lent: dict[int, Tensor] = {}
         if lifetime.cut and getattr(ranks.group, "board", None) is not None:
-            sizes = [_nbytes(unit) for unit in units]
+            sizes = [unit.gradient_bytes for unit in units]
             largest = max([0, *sizes[1:]])
             for nbytes in (sizes[0], *[largest] * min(ROOMS, len(units) - 1)):
                 if nbytes >= self.bucket_bytes:
                     self._rooms.append(empty(nbytes, torch.uint8, ranks.group))
 
-    @property
-    def room_bytes(self) -> int:
-        """Return the bytes of shared memory that this rank's gradients have to be collected in."""
-        return sum(room.numel() for room in [*self._rooms, *self._lent.values()])
+        self.room_bytes = sum(room.numel() for room in self._rooms)
+        """Bytes of shared memory that this rank's gradients are collected in."""
 
     def lend(self, unit: Unit) -> None:
         """Give a unit whose gradients begin to arrive a room that its peers can read, if one is free."""
-        needed = _nbytes(unit)
-        small = needed < self.bucket_bytes  # packed with others, so copied anyway
-        if small or id(unit) in self._lent or any(gradients.incoming is not None for gradients in unit.gradients):
+        needed = unit.gradient_bytes
+        if not self.room_bytes or needed < self.bucket_bytes:  # small ones are packed with others, so copied anyway
+            return
+        if id(unit) in self._lent or any(gradients.incoming is not None for gradients in unit.gradients):
             return
         while True:
             fitting = [room for room in self._rooms if room.numel() >= needed]
@@ -107,16 +107,21 @@ class Reductions:
     def start(self, unit: Unit) -> None:
         """Reduce a unit's gradients, or hold them until the bucket is full. Collective."""
         self._held.append(unit)
-        if self._first or sum(map(_nbytes, self._held)) >= self.bucket_bytes:
+        self._held_bytes += unit.gradient_bytes
+        if self._first or self._held_bytes >= self.bucket_bytes:
             self.flush()
 
     def flush(self) -> None:
         """Start the reductions of the units in the bucket. Collective."""
-        units, self._held = self._held, []
+        units, self._held, self._held_bytes = self._held, [], 0
         self._first = False
         if not units:
             return
         taken = [(gradients, *gradients.take()) for unit in units for gradients in unit.gradients]
+        if self.ranks.everyone.size == 1:
+            for gradients, total, _ in taken:
+                gradients.give(total)
+            return
         for dtype in dict.fromkeys(total.dtype for _, total, _ in taken):
             at_once = AT_ONCE if len(units) == 1 else 1
             while self.lifetime.cut and len(self._jobs) >= at_once:
@@ -145,7 +150,7 @@ class Reductions:
 
     def forget(self) -> None:
         """Take the rooms back from a backward that raised."""
-        self._held.clear()
+        self._held, self._held_bytes = [], 0
         while self._jobs:
             self._finish_first()
         self._first = True
@@ -159,7 +164,7 @@ class Reductions:
             total, into = _pack(members, [total for _, total, _ in taken]), None
             for gradients in members:
                 gradients.incoming = None
-        if self.ranks.everyone.size == 1 or not total.numel():
+        if not total.numel():
             return _Job(members=members, work=None, part=total[:0] if self.lifetime.cut else total, total=total)
         if self.ranks.replicas is not None:  # partial sums are fp32
             total = total.to(first.accumulator.dtype)
@@ -210,7 +215,7 @@ class Reductions:
             return
         self._runtime.observe("wait", job.units[0].name, start)
         for unit in job.units:
-            self._runtime.observe("reduce", unit.name, job.began, last.ended, _nbytes(unit))
+            self._runtime.observe("reduce", unit.name, job.began, last.ended, unit.gradient_bytes)
 
 
 def _pack(members: list[Gradients], totals: list[Tensor]) -> Tensor:
@@ -226,7 +231,3 @@ def _parts(members: list[Gradients], part: Tensor) -> Any:
     if len(members) == 1:
         return [part]
     return part.split([gradients.accumulator.numel() for gradients in members])
-
-
-def _nbytes(unit: Unit) -> int:
-    return sum(gradients.flat.layout.length * gradients.dtype.itemsize for gradients in unit.gradients)

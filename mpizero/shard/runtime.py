@@ -147,8 +147,9 @@ class Runtime:
         if unit.state is UnitState.SHARDED or unit.stale or unit.gathering:
             self._gather(unit, UnitState.GATHERED if unit.state is UnitState.SHARDED else unit.state)
         call.seen_full = unit.full_version()
-        outer_grad = any(outer.grad for outer in self._calls)
-        if (call.grad or outer_grad) and not in_backward() and not unit.pins:  # without grad within grad: recomputed
+        if (
+            (call.grad or any(outer.grad for outer in self._calls)) and not in_backward() and not unit.pins
+        ):  # without grad within grad: recomputed
             unit.calls += 1
         if unit.has_frozen and call.grad and self.lifetime.release_parameters:
             self._watch_inputs(call, args, kwargs)
@@ -327,15 +328,23 @@ class Runtime:
             agreement, self._agreement = self._agreement, None
             agreement.check()
 
-    @torch.no_grad()
     def _gradient(self, unit: Unit, flat: FlatParams, index: int) -> None:
         """Take one gradient; when it is the unit's last, release the parameters and reduce what is due."""
-        self._begin_backward()
-        if flat.gradients is None:
+        if torch.is_grad_enabled():  # under create_graph alone
+            with torch.no_grad():
+                self._take(unit, flat, index)
+        else:
+            self._take(unit, flat, index)
+
+    def _take(self, unit: Unit, flat: FlatParams, index: int) -> None:
+        if self._end is None:
+            self._begin_backward()
+        gradients = flat.gradients
+        if gradients is None:
             return
-        if self.sync:
+        if self.sync and gradients.incoming is None:
             self._reductions.lend(unit)
-        flat.gradients.keep(index, sync=self.sync)
+        gradients.keep(index, sync=self.sync)
         self._used[self._offsets[id(flat)] + index] = USED
         unit.missing -= 1
         self._release_if_done(unit)

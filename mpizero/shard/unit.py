@@ -55,6 +55,10 @@ class Unit:
         self.open = 0
         """Those of which backward may still need frozen parameters."""
         self.parameters = sum(len(flat.shards) for flat in flats)
+        self.cut = any(flat.lifetime.cut for flat in flats)
+        """Whether ranks hold different parts."""
+        self.released = any(flat.lifetime.release_parameters for flat in flats)
+        """Whether full parameters are let go between uses."""
         self.count()
 
     def count(self) -> None:
@@ -63,16 +67,10 @@ class Unit:
         self.gradients = [flat.gradients for flat in self.trainable if flat.gradients is not None]
         self.trained = sum(len(flat.trained) for flat in self.flats)
         self.has_frozen = self.trained < self.parameters
-
-    @property
-    def cut(self) -> bool:
-        """Return whether ranks hold different parts."""
-        return any(flat.lifetime.cut for flat in self.flats)
-
-    @property
-    def released(self) -> bool:
-        """Return whether full parameters are let go between uses."""
-        return any(flat.lifetime.release_parameters for flat in self.flats)
+        self.gradient_bytes = sum(
+            gradients.flat.layout.length * gradients.dtype.itemsize for gradients in self.gradients
+        )
+        """Bytes of one backward's gradients."""
 
     @property
     def shown(self) -> bool:
@@ -82,18 +80,24 @@ class Unit:
     @property
     def stale(self) -> bool:
         """Return whether any full parameters have to be filled before they are used."""
-        return any(flat.stale or not flat.live for flat in self.flats)
+        for flat in self.flats:  # noqa: SIM110  (asked several times per call; a generator costs a microsecond)
+            if flat.stale or not flat.live:
+                return True
+        return False
 
     @property
     def gathering(self) -> bool:
         """Return whether a gather is under way."""
-        return any(flat.gathering is not None for flat in self.flats)
+        for flat in self.flats:  # noqa: SIM110  (as in `stale`)
+            if flat.gathering is not None:
+                return True
+        return False
 
     @property
     def complete(self) -> bool:
         """Return whether the gradients of all parameters of all calls are there."""
-        arrived = all(gradients.complete for gradients in self.gradients)
-        return arrived and self.missing <= 0 and self.entered >= self.calls
+        done = self.missing <= 0 and self.entered >= self.calls
+        return done and all(gradients.complete for gradients in self.gradients)
 
     def version(self) -> int:
         """Return a number that grows with every change in place of any shard, by any rank that shares them."""
