@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from contextlib import contextmanager, suppress
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from mpizero.comm.launch import mixed_launch_message, under_launcher
 from mpizero.comm.messages import MessageTransport
 from mpizero.comm.native import NativeCollectives
 from mpizero.comm.pingpong import measure_links
-from mpizero.comm.progress import Queue, Work
+from mpizero.comm.progress import NAP, SLOW_NAP, Queue, Work
 from mpizero.comm.raw import mpi
 from mpizero.comm.segment import PAGE, share
 from mpizero.comm.waiting import drive
@@ -80,8 +81,7 @@ class Communicator:
         """The collectives in the background that are not over."""
         self._in_background = module.Query_thread() == module.THREAD_MULTIPLE
         self.driven_by_caller = False
-        """Whether asynchronous collectives move only in `progress` and `Work.wait`; see [Note: driven by the caller]
-        in `progress`. Set alike on all ranks, while nothing is under way."""
+        """Whether asynchronous collectives move only in `progress` and `Work.wait`; see `let_caller_drive`."""
         self.notes: dict[Any, Any] = {}
         """What the floors above remember of this communicator."""
         self.hosts: tuple[str, ...] = tuple(self._comm.allgather(socket.gethostname()))
@@ -110,6 +110,7 @@ class Communicator:
         remote = self.notes.get("links", {}).get("remote", ())
         if any(nbytes >= LARGE and nbytes / seconds < SLOW for nbytes, seconds in remote):
             mine = self.nodes[self.rank]
+            self._queue.longest_nap = SLOW_NAP
             self.transport.cut_small([peer for peer in range(self.size) if self.nodes[peer] != mine])
 
     def _site_notes(self) -> dict[str, Any]:
@@ -245,6 +246,15 @@ class Communicator:
             work = Work(steps, result, self._queue if self.driven_by_caller else None)
             self._queue.add(work)
             return work
+
+    def let_caller_drive(self, *, on: bool = True) -> None:
+        """Have asynchronous collectives move only in `progress` and `Work.wait`, or, with False, in the background.
+
+        See [Note: driven by the caller] in `progress`. For all ranks alike, when nothing is waited for any more.
+        """
+        while self.under_way:  # the thread takes a job from the queue just after its caller was told that it is over
+            time.sleep(NAP)
+        self.driven_by_caller = on
 
     def progress(self) -> None:
         """Advance what is under way without blocking, where the caller drives it; else nothing is to be done."""

@@ -25,12 +25,16 @@ if TYPE_CHECKING:
 
     from mpizero.typing import Wait
 
-__all__ = ["Queue", "Work", "engine"]
+__all__ = ["NAP", "SLOW_NAP", "Queue", "Work", "engine"]
 
 PASSES = 50
-"""Rounds of polls without progress before the thread sleeps between them."""
+"""Rounds of polls without progress before the thread sleeps between them; a tenth of them on slow links."""
 NAP = 30e-6
-"""Seconds of one such sleep. The thread holds Python's lock while it polls, so it must not poll without a pause."""
+"""Seconds of the first such sleep; each is a quarter longer than the one before, up to the queue's longest. The thread
+holds Python's lock while it polls, and takes the core from the computation that it runs beside."""
+LONGEST_NAP = 200e-6
+SLOW_NAP = 1e-3
+"""The longest sleep where messages go over slow links, whose buffers keep the wire busy for longer than that."""
 
 GRACE = 5.0
 """Seconds that the thread has to end when the interpreter does."""
@@ -135,6 +139,7 @@ class Queue:
         self.jobs: deque[Work] = deque()
         self.failure: BaseException | None = None
         """What ended the first job that failed."""
+        self.longest_nap = LONGEST_NAP
 
     def add(self, work: Work) -> None:
         """Append a job and wake the progress thread, or begin it here where the caller drives the queue."""
@@ -208,7 +213,13 @@ class _Engine:
                 queues = list(self._queues)
             moved = [queue.advance() for queue in queues]
             idle = 0 if any(moved) else idle + 1
-            time.sleep(0 if idle < PASSES else NAP)
+            time.sleep(_nap(idle, min(queue.longest_nap for queue in queues)))
+
+
+def _nap(idle: int, longest: float) -> float:
+    """Return how long to sleep after so many rounds without progress."""
+    passes = PASSES if longest < SLOW_NAP else PASSES // 10
+    return 0.0 if idle < passes else min(NAP * 1.25 ** min(idle - passes, 30), longest)
 
 
 @cache

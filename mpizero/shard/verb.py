@@ -101,7 +101,8 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
         _broadcast([*model.buffers(), *(param.data for _, param in ignored)], comm)
     ranks = ranks_of(comm, number, group, hybrid=hybrid)
     for one in {id(one): one for one in (ranks.group, ranks.everyone)}.values():
-        one.driven_by_caller = getattr(one, "board", None) is not None
+        if hasattr(one, "let_caller_drive"):
+            one.let_caller_drive(on=one.board is not None)
     window = None
     if lifetime_of(number, ranks.group.size).cut and node_shared is not False:
         window = make_window(ranks.group, window_sizes(grouped, ranks.group.size, precision))
