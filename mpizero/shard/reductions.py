@@ -136,6 +136,7 @@ class Reductions:
             return
         self.ranks.group.progress()
         if self.ranks.replicas is not None:
+            self.ranks.replicas.progress()
             for job in self._jobs:
                 if job.second is None and not (job.work is not None and job.work.done()):
                     break

@@ -100,7 +100,7 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
         check_same(comm, describe(grouped, model, choices))
         _broadcast([*model.buffers(), *(param.data for _, param in ignored)], comm)
     ranks = ranks_of(comm, number, group, hybrid=hybrid)
-    for one in {id(one): one for one in (ranks.group, ranks.everyone)}.values():
+    for one in {id(one): one for one in (ranks.group, ranks.everyone, ranks.replicas)}.values():
         if hasattr(one, "let_caller_drive"):
             one.let_caller_drive(on=one.board is not None)
     window = None
