@@ -186,6 +186,9 @@ class LoopbackCommunicator:
         """Run a collective's steps to their end: every rank is a thread of its own here."""
         drive(steps)
 
+    def progress(self) -> None:
+        """Do nothing: everything is over when `submit` returns."""
+
     def submit(self, what: str, steps: Iterator[Wait], result: Any) -> Work:
         """Run a collective's steps at once, and return them as done."""
         self.perform(what, steps)

@@ -104,7 +104,9 @@ def check_same(comm: Any, lines: list[str]) -> None:
 def _describe(row: list[int], names: list[str]) -> str:
     kind, unit, training, grad = row[:4]
     if 0 <= kind < len(EVENTS) and EVENTS[kind] == "backward":
-        return f"backward {'outside' if grad else 'inside'} no_sync, trained parameters #{unit:x}"
+        return f"backward {'outside' if grad else 'inside'} no_sync" + (
+            f", trained parameters #{unit:x}" if unit else ""
+        )
     if not (0 <= kind < len(EVENTS) and 0 <= unit < len(names)):
         return "another collective"
     if EVENTS[kind] != "forward":

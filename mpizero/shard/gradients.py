@@ -48,6 +48,8 @@ class Gradients:
         self.arrived: set[int] = set()
         self.kept: set[int] = set()
         """The parameters that `unsynced` has gradients of."""
+        self._reducing = False
+        """Whether a reduction is under way: what arrives meanwhile is late, and collected apart."""
         self._had: list[bool] = []
         """Which shards had a gradient when the reduction began."""
 
@@ -100,7 +102,7 @@ class Gradients:
     def in_place(self) -> bool:
         """Return whether gradients can be collected, and reduced, in the accumulator itself."""
         flat = self.flat
-        if flat.lifetime.cut or self.dtype != self.accumulator.dtype:
+        if flat.lifetime.cut or self._reducing or self.dtype != self.accumulator.dtype:
             return False
         return all(shard.grad is None for shard in flat.shards)
 
@@ -126,7 +128,8 @@ class Gradients:
         if self.unsynced is not None:
             total, self.unsynced = self.unsynced.add_(total), None
             self.kept.clear()
-        self.incoming = total  # until the reduction is over
+        self.incoming = self.room = None
+        self._reducing = True
         self.arrived.clear()
         # What lies in the accumulator now is this backward's, and there was nothing before; see `in_place`.
         shards = range(len(self.flat.shards))
@@ -135,8 +138,8 @@ class Gradients:
         return total, self.accumulator if fresh else None
 
     def give(self, part: Tensor) -> None:
-        """Add this rank's part of the reduced gradients to the accumulator; ends `incoming`."""
-        self.incoming = self.room = None
+        """Add this rank's part of the reduced gradients to the accumulator; ends the reduction."""
+        self._reducing = False
         if part.data_ptr() != self.accumulator.data_ptr() or not part.numel():
             self._accumulate(part)
 
@@ -194,4 +197,5 @@ class Gradients:
     def forget(self) -> None:
         """Let go of what a backward that raised has brought."""
         self.incoming = self.room = None
+        self._reducing = False
         self.arrived.clear()

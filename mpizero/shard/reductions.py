@@ -163,8 +163,6 @@ class Reductions:
         first, total, into = taken[0]
         if len(members) > 1:
             total, into = _pack(members, [total for _, total, _ in taken]), None
-            for gradients in members:
-                gradients.incoming = None
         if not total.numel():
             return _Job(members=members, work=None, part=total[:0] if self.lifetime.cut else total, total=total)
         if self.ranks.replicas is not None:  # partial sums are fp32
@@ -204,7 +202,7 @@ class Reductions:
             gradients.give(piece)
         self._observe(job, start)
         for unit in job.units:
-            busy = any(gradients.room is not None for gradients in unit.gradients)  # another dtype's is under way
+            busy = any(unit in other.units for other in self._jobs)  # another dtype's is under way
             room = None if busy else self._lent.pop(id(unit), None)
             if room is not None:
                 self._rooms.append(room)

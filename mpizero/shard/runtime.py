@@ -544,7 +544,7 @@ class Runtime:
         return [gradients for unit in self.units for gradients in unit.gradients]
 
     def _gather(self, unit: Unit, state: UnitState) -> None:
-        if not unit.stale and not unit.gathering:
+        if not unit.stale:
             self._note("show", unit)
         self._gathers.need(unit, BACKWARD if in_backward() else FORWARD)
         unit.show(state)

@@ -198,7 +198,15 @@ RECORD = 20
 
 def count_step(comm, stage, precision):
     """Return the messages and bytes of a second step, and (trained parameters, lengths of the units' buffers)."""
-    model = mz.shard(copy.deepcopy(TOWER), comm, stage=stage, units={nn.Sequential}, precision=PRECISIONS[precision])
+    model = mz.shard(
+        copy.deepcopy(TOWER),
+        comm,
+        stage=stage,
+        units={nn.Sequential},
+        precision=PRECISIONS[precision],
+        bucket_bytes=1,
+        reshard_after_forward=True,
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(2, 200, dtype=PRECISIONS[precision].param or torch.float32)
     for _ in range(2):
@@ -281,27 +289,30 @@ def lines(text):
 
 
 UNITS = [f"layers.{number}" for number in range(4)]
-STAGE_3 = lines("""
+FIRST = lines("""
     gather Tower,
     gather layers.0, release layers.0, gather layers.1, release layers.1,
     gather layers.2, release layers.2, gather layers.3, release layers.3,
-    release Tower,
-    gather Tower,
+    hide Tower, show Tower,
     gather layers.3, release layers.3, reduce layers.3, gather layers.2, release layers.2,
     reduce layers.2, gather layers.1, release layers.1, reduce layers.1, gather layers.0, release layers.0,
     reduce layers.0, reduce Tower
 """)
+SECOND = lines("""
+    gather Tower, gather layers.0,
+    show layers.0, gather layers.1, release layers.0, show layers.1, gather layers.2, release layers.1,
+    show layers.2, gather layers.3, release layers.2, show layers.3, release layers.3,
+    hide Tower, gather layers.3, show Tower,
+    show layers.3, gather layers.2, release layers.3, reduce layers.3, show layers.2, gather layers.1, release layers.2,
+    reduce layers.2, show layers.1, gather layers.0, release layers.1, reduce layers.1, show layers.0, release layers.0,
+    reduce layers.0, reduce Tower
+""")
+"""At stage 3, once the order is known: each unit is gathered while the one before it computes."""
 FORWARD = lines("show Tower") + [f"{e} {u}" for u in UNITS for e in ("show", "hide")] + lines("hide Tower, show Tower")
 REFRESH = lines("gather Tower") + [f"gather {unit}" for unit in UNITS]
 
 
-def backward_of(stage):
-    found = []
-    for unit in reversed(UNITS):
-        found += [f"show {unit}", f"hide {unit}"] + ([f"reduce {unit}"] if stage != 1 else [])
-    if stage == 1:
-        found += [f"reduce {unit}" for unit in reversed(UNITS)]
-    return found
+BACKWARD = [f"{event} {unit}" for unit in reversed(UNITS) for event in ("show", "hide", "reduce")]
 
 
 def without_root(events):
@@ -310,18 +321,18 @@ def without_root(events):
 
 
 def test_the_order_of_events_at_stage_3():
-    for first, second in run_loopback(3, lambda comm: events_of(comm, 3)):
-        root = [index for index, event in enumerate(first) if event == "release Tower"]
-        assert [event for index, event in enumerate(first) if index != root[-1]] == STAGE_3
-        assert root[-1] > STAGE_3.index("release Tower") + 1
-        assert second == first
+    for steps in run_loopback(3, lambda comm: events_of(comm, 3)):
+        for events, expected in zip(steps, (FIRST, SECOND), strict=True):
+            assert [event for event in events if event != "release Tower"] == expected
+            root = events.index("release Tower")  # after the gradients of its last layer, or at the end
+            assert root > events.index("show Tower")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_order_of_events_at_the_other_stages(stage):
-    """Full parameters are filled once, by the forward after a step; stage 1 reduces when backward is over."""
+    """Full parameters are filled once, by the forward after a step; every unit is reduced as soon as it can be."""
     for first, second in run_loopback(2, lambda comm: events_of(comm, stage)):
-        assert without_root(first) == without_root(FORWARD + backward_of(stage))
-        assert without_root(second) == without_root(([] if stage == 0 else REFRESH) + FORWARD + backward_of(stage))
+        assert without_root(first) == without_root(FORWARD + BACKWARD)
+        assert without_root(second) == without_root(([] if stage == 0 else REFRESH) + FORWARD + BACKWARD)
         assert first.count("reduce Tower") == second.count("reduce Tower") == 1
         assert first[-1] == "reduce Tower"
