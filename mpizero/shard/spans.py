@@ -21,7 +21,7 @@ __all__ = ["COLLECTIVES", "EXPOSED", "ProfiledStep", "Span", "UnitTraffic", "cov
 
 COLLECTIVES = ("gather", "reduce")
 EXPOSED = ("wait", "agree")
-COMMUNICATION = COLLECTIVES
+COMMUNICATION = (*COLLECTIVES, "agree")
 
 
 @dataclass(frozen=True, slots=True)

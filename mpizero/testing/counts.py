@@ -101,18 +101,19 @@ def theory_of(model: nn.Module, *, backwards: int = 1, kept: int = 0) -> Theory:
     """Return what one training step has to cost, from the second on, by the model's stage and layout.
 
     Stage 0 all-reduces each unit's gradients in every backward outside `no_sync`; stages 1 to 3 reduce-scatter them.
-    Stages 1 and 2 gather trainable parameters once after a step; stage 3 gathers all of them in every forward and again
-    in every backward. On one rank there is nothing to send.
+    Stages 1 and 2 gather trainable parameters once after a step; stage 3 gathers all of them in every forward and,
+    unless the unit stays gathered in between, again in every backward; a node that shares them gathers nothing. On one
+    rank there is nothing to send.
 
     Args:
-        model: a sharded model whose units are each used once in a forward, and that recomputes nothing.
+        model: a sharded model whose units are each used once in a forward, that recomputes nothing and is reduced unit
+            by unit (`bucket_bytes=1`).
         backwards: forwards with backward in a step.
         kept: how many of them are inside `no_sync`; the reduction that takes their gradients along sends fp32 if any.
     """
     runtime = runtime_of(model)
     stage, ranks = runtime.lifetime.stage, runtime.comm.size
     alone = ranks == 1
-    gathered = 0 if alone or stage == 0 else (2 * backwards if stage == 3 else 1)
     reduced = backwards - kept
     operation, passes = ("all_reduce", 2) if stage == 0 else ("reduce_scatter", 1)
     gathers: Counter[str] = Counter()
@@ -120,6 +121,9 @@ def theory_of(model: nn.Module, *, backwards: int = 1, kept: int = 0) -> Theory:
     calls: list[Collective] = []
     elements = 0.0
     for unit in runtime.units:
+        gathered = 0 if alone or stage == 0 or runtime.lifetime.shared else 1
+        if gathered and stage == 3:
+            gathered = backwards if unit.keep else 2 * backwards
         for flat in unit.flats:
             if stage == 3 or flat.trainable:
                 calls += [Collective("all_gather", flat.layout.length, flat.full.element_size())] * gathered
