@@ -100,9 +100,7 @@ class Progress:
         report = mz.memory_report(self.model, self.optimizer)
         ranks, stage = self.comm.size, runtime.lifetime.stage
         flats = [flat for unit in runtime.units for flat in unit.trainable]
-        theory = sum(
-            sent_per_step(flat.layout.numel, ranks, stage, working_bytes=flat.full.element_size()) for flat in flats
-        )
+        theory = sum(_theory(unit, flat) for unit in runtime.units for flat in unit.trainable)
         sent = self._sent_per_step()
         share = f"{(sent / theory - 1):+.1%}" if theory else "none"
         numel = sum(flat.layout.numel for flat in flats)
@@ -118,6 +116,12 @@ class Progress:
         for kind in ("parameters", "gradients", "optimizer", "total"):
             measured, formula = getattr(report.measured, kind), getattr(report.formula, kind)
             lines.append(f"    {kind:<16} {mib(measured):>11} {mib(formula):>10}")
+        if report.node_shared:
+            lines.append(
+                f"    the node holds one copy of the parameters; its {ranks} ranks are charged their part of it"
+            )
+        if report.room:
+            lines.append(f"    {mib(report.room)} more are room for gradients that wait for their reduction")
         if runtime.lifetime.release_parameters:
             lines.append(f"    while running, up to two gathered units of {mib(report.unit_buffers)} each come on top")
         return lines
@@ -136,6 +140,13 @@ class Progress:
         self._bar = Bar(*columns, console=Console(force_terminal=True))
         self._task = self._bar.add_task("train", total=self.steps, facts="")
         self._bar.start()
+
+
+def _theory(unit: Any, flat: Any) -> float:
+    """Return the bytes that a rank sends per step for one flat buffer of a unit, by the stage's formula."""
+    lifetime, width, gathers = flat.lifetime, flat.full.element_size(), 1 if unit.keep else 2
+    numel, ranks, shared = flat.layout.numel, flat.comm.size, lifetime.shared
+    return sent_per_step(numel, ranks, lifetime.stage, working_bytes=width, gathers=gathers, node_shared=shared)
 
 
 def _on_terminal(ranks: int) -> bool:

@@ -16,11 +16,12 @@ from mpizero.comm import world
 from mpizero.comm.describe import MpiFacts, describe, launcher_rank
 from mpizero.comm.launch import Launcher, check_pair, command, find_launcher, under_launcher
 from mpizero.errors import LaunchError, MpiNotFoundError
+from mpizero.settings import settings
 
 if TYPE_CHECKING:
     import argparse
 
-__all__ = ["Report", "configure", "run"]
+__all__ = ["Report", "configure", "node_shared", "run"]
 
 SIZES = {"4 B": 4, "64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20}
 ALGORITHMS = ("auto", "native")
@@ -55,7 +56,8 @@ def run(_options: argparse.Namespace) -> int:
         comm = world()
     except (MpiNotFoundError, LaunchError) as error:
         return _alone(error)
-    facts = comm.mpi.gather(rank_facts(comm.rank))
+    shares = comm.node.board is not None if comm.node.size > 1 else None
+    facts = comm.mpi.gather(rank_facts(comm.rank, shares))
     timings = _timings(comm) if comm.size > 1 else []
     code = 0
     if comm.rank == 0:
@@ -153,7 +155,30 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     if first.threads is not None:
         who = "set by OMP_NUM_THREADS" if first.threads_chosen else "until mpizero.shard divides the cores by the ranks"
         rows.append(("torch threads", f"{first.threads} per rank, {who}"))
+    rows.append(("node-shared parameters", node_shared(report.ranks)))
     return rows
+
+
+def node_shared(facts: list[RankFacts]) -> str:
+    """Say whether the ranks of a host can hold one copy of a model's parameters together, or why not.
+
+    Args:
+        facts: those of all ranks; of one rank alone, what a job on its host would find.
+    """
+    hosts = by_host(facts)
+    without = [host.name for host in hosts if host.ranks[0].shm_free is None]
+    apart = [host.name for host in hosts if host.ranks[0].shares is False]
+    if not settings().loads:
+        return "no: MPIZERO_LOADS=0"
+    if without:
+        return f"no: there is no /dev/shm on {', '.join(without)}"
+    if apart:
+        return f"no: ranks on {', '.join(apart)} cannot map memory together, perhaps for want of room in /dev/shm"
+    least = min(host.ranks[0].shm_free or 0 for host in hosts)
+    room = f"{least >> 20:,} MiB of free /dev/shm for them and for gradients on their way"
+    if len(hosts) > 1:
+        return f"within a host, as with HYBRID_SHARD, not over {len(hosts)} hosts; {room}"
+    return f"yes, at stages 1 to 3; {room}" if facts[0].shares else f"with 2 or more ranks on a host; {room}"
 
 
 def _host_rows(report: Report) -> list[tuple[str, ...]]:

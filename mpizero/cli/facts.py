@@ -42,6 +42,9 @@ class RankFacts:
     shm_free: int | None
     """Free bytes of /dev/shm; None where there is none."""
 
+    shares: bool | None = None
+    """Whether the ranks of its host map memory together; None for a rank that is alone on its host."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
@@ -56,8 +59,13 @@ class Host:
         return len({core for facts in self.ranks for core in facts.bound_to})
 
 
-def rank_facts(rank: int) -> RankFacts:
-    """Return the facts of this process, which is `rank`; loads torch if it is installed."""
+def rank_facts(rank: int, shares: bool | None = None) -> RankFacts:  # noqa: FBT001  (a fact, not a switch)
+    """Return the facts of this process, which is `rank`; loads torch if it is installed.
+
+    Args:
+        rank: its number.
+        shares: whether it maps memory together with the other ranks of its host; None without such.
+    """
     version, threads = _torch()
     bound = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(cores())
     return RankFacts(
@@ -69,6 +77,7 @@ def rank_facts(rank: int) -> RankFacts:
         threads=threads,
         threads_chosen=settings().threads is not None,
         shm_free=_shm_free(),
+        shares=shares,
     )
 
 

@@ -32,6 +32,10 @@ class Stats:
         """Return the counters as they are now."""
         return replace(self)
 
+    def plus(self, other: Stats) -> Stats:
+        """Return the sum of two communicators' counters."""
+        return Stats(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
     def since(self, before: Stats) -> Stats:
         """Return what was counted since `before` was copied."""
         return Stats(*(getattr(self, one.name) - getattr(before, one.name) for one in fields(self)))

@@ -70,11 +70,14 @@ def model_state_bytes(
     )
 
 
-def sent_per_step(numel: int, ranks: int, stage: int, *, working_bytes: int = 4, gathers: int = 2) -> float:
+def sent_per_step(
+    numel: int, ranks: int, stage: int, *, working_bytes: int = 4, gathers: int = 2, node_shared: bool = False
+) -> float:
     """Return the bytes that one rank sends in one step of one backward: the stage's sum.
 
     Stage 0 all-reduces gradients, 2 (p-1)/p S. Stages 1 and 2 reduce-scatter gradients and gather parameters once:
-    the same. Stage 3 gathers in forward and again in backward: 3 (p-1)/p S, 1.5 times as much.
+    the same. Stage 3 gathers in forward and again in backward: 3 (p-1)/p S, 1.5 times as much. Where ranks share the
+    full parameters there is nothing to gather: (p-1)/p S, for the gradients, at stages 1 to 3 alike.
 
     Args:
         numel: trainable parameters.
@@ -82,6 +85,9 @@ def sent_per_step(numel: int, ranks: int, stage: int, *, working_bytes: int = 4,
         stage: 0 to 3.
         working_bytes: bytes of an element on the wire.
         gathers: gathers per step at stage 3.
+        node_shared: whether the ranks hold one copy of the full parameters together.
     """
+    if node_shared and check_stage(stage) >= 1:
+        return (ranks - 1) / ranks * numel * working_bytes
     share = (ranks - 1) / ranks * numel * working_bytes
     return share * {0: 2, 1: 2, 2: 2, 3: 1 + gathers}[check_stage(stage)]

@@ -138,8 +138,8 @@ def parse_stage(stage: int | str) -> tuple[int, bool]:
     return check_stage(stage), False
 
 
-def ranks_of(comm: Any, stage: int, group: Any, *, hybrid: bool) -> Ranks:
-    """Return who does what. Collective.
+def ranks_of(comm: Any, stage: int, group: Any, *, hybrid: bool) -> tuple[Ranks, int]:
+    """Return who does what, and the stage: 0, plain replication, where groups are of one rank. Collective.
 
     Args:
         comm: all ranks.
@@ -154,15 +154,15 @@ def ranks_of(comm: Any, stage: int, group: Any, *, hybrid: bool) -> Ranks:
     if group is not None and not hasattr(group, "transport"):
         raise ArgumentTypeError(must_be("group", "an mpizero.Communicator", type(group).__name__))
     if group is None and not hybrid:
-        return Ranks(everyone=comm, group=comm)
+        return Ranks(everyone=comm, group=comm), stage
     group = comm.node if group is None else group.private
     sizes = comm.mpi.allgather(group.size)
     if len(set(sizes)) > 1:
         rule = "groups of equally many ranks, for hybrid sharding"
         raise ArgumentError(must_be("group", rule, f"groups of {sorted(set(sizes))}", "pass another group"))
     if stage == 0 or group.size in {1, comm.size}:  # an axis of size 1: plain replication, or plain sharding
-        return Ranks(everyone=comm, group=comm)
-    return Ranks(everyone=comm, group=group, replicas=comm.split(group.rank, comm.rank))
+        return Ranks(everyone=comm, group=comm), 0 if group.size == 1 else stage
+    return Ranks(everyone=comm, group=group, replicas=comm.split(group.rank, comm.rank)), stage
 
 
 def lifetime_of(stage: int, ranks: int, *, shared: bool = False) -> Lifetime:

@@ -99,7 +99,7 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
         choices = [f"stage {stage}", str(precision), str(overlap), f"node_shared {node_shared}"]
         check_same(comm, describe(grouped, model, choices))
         _broadcast([*model.buffers(), *(param.data for _, param in ignored)], comm)
-    ranks = ranks_of(comm, number, group, hybrid=hybrid)
+    ranks, number = ranks_of(comm, number, group, hybrid=hybrid)
     for one in {id(one): one for one in (ranks.group, ranks.everyone, ranks.replicas)}.values():
         if hasattr(one, "let_caller_drive"):
             one.let_caller_drive(on=one.board is not None)
@@ -187,12 +187,20 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def stats(model: nn.Module) -> Stats:
-    """Return the counters of what a sharded model has sent, received and waited for; take differences of copies.
+    """Return the counters of what a sharded model has sent, received and waited for so far.
 
     Args:
         model: a sharded model. Models that were sharded over the same communicator share their counters.
+
+    Returns:
+        Call it before and after, and take `after.since(before)` of a `copy()` made before: without hybrid sharding the
+        counters themselves are returned, and go on counting.
     """
-    return runtime_of(model).comm.stats
+    ranks = runtime_of(model).ranks
+    found: Stats = ranks.everyone.stats
+    if ranks.replicas is not None:
+        found = found.plus(ranks.group.stats).plus(ranks.replicas.stats)
+    return found
 
 
 def _checked(model: Any, precision: Any) -> Precision:

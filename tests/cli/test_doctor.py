@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpizero.bench.timing import bus_bandwidth
+from mpizero.cli.doctor import node_shared
 from mpizero.cli.facts import RankFacts, by_host
 from mpizero.cli.problems import host_problems, library_problems, rank_problems
 from mpizero.comm.describe import MpiFacts, gpu_awareness, launcher_rank
@@ -40,6 +41,7 @@ def test_alone_shows_facts_and_how_to_get_the_table():
     ):
         assert fact in done.stdout
     assert "-n 2" in done.stdout
+    assert re.search(r"node-shared parameters +with 2 or more ranks on a host; [\d,]+ MiB", done.stdout)
     assert "GB/s" not in done.stdout
 
 
@@ -48,6 +50,7 @@ def test_in_a_job_one_rank_prints_the_table():
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("mpizero doctor: 3 ranks on 1 host") == 1
     assert done.stdout.count("GB/s are") == 1
+    assert re.search(r"node-shared parameters +yes, at stages 1 to 3; [\d,]+ MiB of free /dev/shm", done.stdout)
     for size in ("4 B", "64 KiB", "1 MiB", "16 MiB"):
         (cells,) = re.findall(rf"^ *{size} +(.*)$", done.stdout, re.MULTILINE)
         assert len([float(cell.replace(",", "")) for cell in cells.split()]) == 4
@@ -141,6 +144,25 @@ def test_problems(ranks, text, remedy, fails):
     assert text in problem.text
     assert remedy in problem.remedy
     assert problem.fails is fails
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([facts()], r"with 2 or more ranks on a host; 1,024 MiB"),
+        ([facts(0, shares=True), facts(1, shares=True)], r"yes, at stages 1 to 3; 1,024 MiB"),
+        ([facts(0, shares=False), facts(1, shares=False)], r"no: ranks on a cannot map memory together"),
+        ([facts(0, shm_free=None, shares=False)], r"no: there is no /dev/shm on a$"),
+        ([facts(0), facts(1, host="b", shm_free=5 << 20)], r"within a host, .*not over 2 hosts; 5 MiB"),
+    ],
+)
+def test_node_shared_parameters(ranks, text):
+    assert re.match(text, node_shared(ranks))
+
+
+def test_node_shared_parameters_need_loads(monkeypatch):
+    monkeypatch.setenv("MPIZERO_LOADS", "0")
+    assert node_shared([facts(0, shares=False), facts(1, shares=False)]) == "no: MPIZERO_LOADS=0"
 
 
 def test_thread_level_below_multiple_is_a_problem():

@@ -35,6 +35,7 @@ def test_the_example_trains_and_reports(text, options):
     assert done.returncode == 0, done.stderr
     first, last = map(float, re.search(r"validation loss +([\d.]+) -> ([\d.]+)", done.stdout).groups())
     assert last < first - 1
+    assert "one copy of the parameters; its 2 ranks" in done.stdout
     off = re.search(r"sent per step .* theory .* \(([+-][\d.]+)%\)", done.stdout).group(1)
     assert abs(float(off)) <= 1
     total = re.search(r"total +([\d.]+ \w+) +([\d.]+ \w+)", done.stdout)

@@ -138,6 +138,11 @@ def test_bytes_sent_per_step(stage, factor):
     assert sent_per_step(N, 1, stage) == 0
 
 
+@pytest.mark.parametrize(("stage", "factor"), [(0, 2), (1, 1), (2, 1), (3, 1)])
+def test_a_node_that_shares_parameters_gathers_none(stage, factor):
+    assert sent_per_step(N, 4, stage, node_shared=True) == factor * 3000
+
+
 def test_stage_3_with_one_gather_sends_as_much_as_the_others():
     assert sent_per_step(N, 4, 3, gathers=1) == sent_per_step(N, 4, 0)
 
