@@ -250,10 +250,15 @@ class Communicator:
     def let_caller_drive(self, *, on: bool = True) -> None:
         """Have asynchronous collectives move only in `progress` and `Work.wait`, or, with False, in the background.
 
-        See [Note: driven by the caller] in `progress`. For all ranks alike, when nothing is waited for any more.
+        See [Note: driven by the caller] in `progress`. For all ranks alike; a change waits for what is under way.
         """
-        while self.under_way:  # the thread takes a job from the queue just after its caller was told that it is over
-            time.sleep(NAP)
+        if on == self.driven_by_caller:
+            return
+        while self.under_way:
+            if self.driven_by_caller:
+                self._queue.run_to(self._queue.jobs[-1])
+            else:
+                time.sleep(NAP)
         self.driven_by_caller = on
 
     def progress(self) -> None:

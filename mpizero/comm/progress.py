@@ -162,6 +162,8 @@ class Queue:
 
     def advance(self) -> bool:
         """Advance the first job; after a failure those behind it go on, and wait in vain if the wire is broken."""
+        if not self.jobs:
+            return False
         work = self.jobs[0]
         moved = work.advance()
         if work.done():
