@@ -51,6 +51,7 @@ _WHERE = {
         "global_mean",
         "join",
         "memory_report",
+        "micro_batches",
         "no_sync",
         "profile",
         "shard",

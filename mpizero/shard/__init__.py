@@ -12,6 +12,7 @@ from typing import Any
 
 from mpizero.shard.batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from mpizero.shard.data import global_mean, join
+from mpizero.shard.micro import micro_batches
 from mpizero.shard.optimizers import elementwise
 from mpizero.shard.policy import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, Precision
 from mpizero.shard.profile import Profile, profile
@@ -35,6 +36,7 @@ __all__ = [
     "global_mean",
     "join",
     "memory_report",
+    "micro_batches",
     "no_sync",
     "profile",
     "runtime_of",

@@ -80,12 +80,13 @@ def agree(comm: Any, event: Event, names: list[str], extra: np.ndarray[Any, Any]
     return Agreement(comm, event, names, extra).check()
 
 
-def check_same(comm: Any, lines: list[str]) -> None:
+def check_same(comm: Any, lines: list[str], what: str = "model and options") -> None:
     """Raise ArgumentError on every rank unless all ranks describe the same model, before anything of it is sent.
 
     Args:
         comm: the ranks.
         lines: this rank's description; only checksums travel, and a rank that differs says from which line on.
+        what: what the lines are about, for the error.
     """
     sums = np.zeros(len(lines) + 1, np.int64)
     for index, line in enumerate(lines):
@@ -98,7 +99,7 @@ def check_same(comm: Any, lines: list[str]) -> None:
     equal = (table == table[0]).all(axis=0)
     first = int(equal.argmin()) - 1 if not equal.all() else shortest
     got = lines[first] if first < len(lines) else "nothing more"
-    raise ArgumentError(must_be("model and options", "the same on all ranks", f"{got} on rank {comm.rank}"))
+    raise ArgumentError(must_be(what, "the same on all ranks", f"{got} on rank {comm.rank}"))
 
 
 def _describe(row: list[int], names: list[str]) -> str:

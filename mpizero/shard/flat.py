@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mpizero.collectives import all_gather, barrier, broadcast, empty
 from mpizero.plan import Layout, layout_of
 from mpizero.shard.access import ShardedParameters, handle_of
+from mpizero.shard.exact_gradients import ExactGradients
 from mpizero.shard.gradients import Gradients
 
 if TYPE_CHECKING:
@@ -83,7 +84,8 @@ class FlatParams:
         """The ranks that the buffer is cut over."""
         self.label = members[0].names[0] + (f" and {len(members) - 1} more" if len(members) > 1 else "")
         self.dtype, self.master_dtype = dtypes_of(members, precision)
-        self.reduce_dtype = precision.reduce or self.dtype
+        exact = lifetime.exact is not None
+        self.reduce_dtype = self.master_dtype if exact else precision.reduce or self.dtype
         self.trained = {index for index, member in enumerate(members) if member.original.requires_grad}
         """The parameters that require a gradient."""
         self.layout: Layout = layout_of([(m.names[0], tuple(m.original.shape)) for m in members], self.comm.size)
@@ -176,11 +178,12 @@ class FlatParams:
         """
         if self.gradients is not None or not self.trained:
             return
-        if not symmetric or self.lifetime.cut or getattr(self.comm, "board", None) is None:
+        exact = self.lifetime.exact is not None
+        if exact or not symmetric or self.lifetime.cut or getattr(self.comm, "board", None) is None:
             accumulator = torch.zeros_like(self.master)
         else:  # reduced in place, by loads and stores of the peers
             accumulator = empty(self.master.numel(), self.master_dtype, self.comm).zero_()
-        self.gradients = Gradients(self, self.reduce_dtype, accumulator)
+        self.gradients = (ExactGradients if exact else Gradients)(self, self.reduce_dtype, accumulator)
 
     def piece_of(self, shard: Tensor, index: int, rank: int | None = None) -> Tensor:
         """Return the part of parameter `index` that lies in a shard-sized buffer, in the shape that users see.

@@ -53,6 +53,9 @@ class Gradients:
         self._had: list[bool] = []
         """Which shards had a gradient when the reduction began."""
 
+    def begin(self) -> None:
+        """Begin a step in which micro-batches are summed in a fixed order; nothing to do for others."""
+
     @property
     def complete(self) -> bool:
         """Return whether the gradient of every trained parameter is there."""
@@ -113,6 +116,19 @@ class Gradients:
             The n gradients to be reduced, and the k elements that the result is to be put into: None where it has to be
             added to what is there, or is of another dtype.
         """
+        total = self.collected()
+        if self.unsynced is not None:
+            total, self.unsynced = self.unsynced.add_(total), None
+            self.kept.clear()
+        self._reducing = True
+        # What lies in the accumulator now is this backward's, and there was nothing before; see `in_place`.
+        shards = range(len(self.flat.shards))
+        self._had = [total is not self.accumulator and self._adopt(index) for index in shards]
+        fresh = not any(self._had) and total.dtype == self.accumulator.dtype
+        return total, self.accumulator if fresh else None
+
+    def collected(self) -> Tensor:
+        """Return this backward's gradients, zero where none arrived; what arrives from now on is late."""
         total = self.incoming
         if total is None:
             total = self._new_incoming()
@@ -125,17 +141,13 @@ class Gradients:
             if index not in self.flat.trained:  # frozen beside trained ones, since `shard`
                 slot = self.flat.layout.slots[index]
                 total[slot.offset : slot.stop] = 0
-        if self.unsynced is not None:
-            total, self.unsynced = self.unsynced.add_(total), None
-            self.kept.clear()
         self.incoming = self.room = None
-        self._reducing = True
         self.arrived.clear()
-        # What lies in the accumulator now is this backward's, and there was nothing before; see `in_place`.
-        shards = range(len(self.flat.shards))
-        self._had = [total is not self.accumulator and self._adopt(index) for index in shards]
-        fresh = not any(self._had) and total.dtype == self.accumulator.dtype
-        return total, self.accumulator if fresh else None
+        return total
+
+    def held(self) -> list[Tensor]:
+        """Return the tensors that hold gradients beside the accumulator now, for memory reports."""
+        return [tensor for tensor in (self.incoming, self.unsynced) if tensor is not None]
 
     def give(self, part: Tensor) -> None:
         """Add this rank's part of the reduced gradients to the accumulator; ends the reduction."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
 from mpizero.plan import check_stage
+
+if TYPE_CHECKING:
+    from mpizero.shard.exact import Course
 
 __all__ = [
     "FULL_SHARD",
@@ -89,6 +92,8 @@ class Lifetime:
     """Whether full parameters live from a unit's gather to its release, or always."""
     shared: bool = False
     """Whether the ranks of the node hold one copy of the full parameters together, which then lives always."""
+    exact: Course | None = None
+    """Where the sum over micro-batches stands, if its order does not depend on the number of ranks; see `exact`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,13 +170,15 @@ def ranks_of(comm: Any, stage: int, group: Any, *, hybrid: bool) -> tuple[Ranks,
     return Ranks(everyone=comm, group=group, replicas=comm.split(group.rank, comm.rank)), stage
 
 
-def lifetime_of(stage: int, ranks: int, *, shared: bool = False) -> Lifetime:
+def lifetime_of(stage: int, ranks: int, *, shared: bool = False, exact: Course | None = None) -> Lifetime:
     """Return a stage's lifetimes; on one rank nothing is cut and nothing is released.
 
     Args:
         stage: 0 to 3.
         ranks: over how many a parameter is cut.
         shared: whether these can, and are to, hold one copy of the full parameters together.
+        exact: where the sum over micro-batches will stand, if it is to be exact.
     """
     cut = check_stage(stage) >= 1 and ranks > 1
-    return Lifetime(stage=stage, cut=cut, release_parameters=stage == 3 and cut and not shared, shared=shared and cut)
+    release = stage == 3 and cut and not shared
+    return Lifetime(stage=stage, cut=cut, release_parameters=release, shared=shared and cut, exact=exact)

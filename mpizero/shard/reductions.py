@@ -167,7 +167,7 @@ class Reductions:
             return _Job(members=members, work=None, part=total[:0] if self.lifetime.cut else total, total=total)
         if self.ranks.replicas is not None:  # partial sums are fp32
             total = total.to(first.accumulator.dtype)
-        op = "mean" if self.ranks.replicas is None else "sum"
+        op = "sum" if self.ranks.replicas is not None or self.lifetime.exact is not None else "mean"
         comm = self.ranks.group
         with comm.channel(2 * first.flat.number + 1, f"gradients of {first.flat.label}"):
             if self.lifetime.cut:
@@ -196,7 +196,9 @@ class Reductions:
         if self.ranks.replicas is not None and job.work is not None:
             self._sum_over_replicas(job)
             assert job.second is not None  # noqa: S101  (just begun)
-            part = job.second.wait().div_(self.ranks.everyone.size)
+            part = job.second.wait()
+            if self.lifetime.exact is None:
+                part.div_(self.ranks.everyone.size)
             part = part.to(job.members[0].dtype).to(part.dtype)  # rounded where the one sum of all ranks would be
         for gradients, piece in zip(job.members, _parts(job.members, part), strict=True):
             gradients.give(piece)

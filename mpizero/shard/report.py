@@ -57,11 +57,7 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         shards = max(1, sum(flat.master.numel() for flat in flats if flat.trainable))
         moments = round(sum(value.numel() for value in values if value.numel() > 1) / shards)
     gradients = [
-        tensor
-        for unit in runtime.units
-        for own in unit.gradients
-        for tensor in (own.accumulator, own.incoming, own.unsynced)
-        if tensor is not None
+        tensor for unit in runtime.units for own in unit.gradients for tensor in (own.accumulator, *own.held())
     ]
     measured = StateBytes(parameters=_bytes(held) + shared, gradients=_bytes(gradients), optimizer=_bytes(state))
     biggest = max(sum(flat.layout.length * flat.full.element_size() for flat in unit.flats) for unit in runtime.units)

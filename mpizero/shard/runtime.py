@@ -78,6 +78,7 @@ class Runtime:
         self.model, self.units, self.ranks, self.window = model, units, ranks, window
         self.comm, self.replicas = ranks.everyone, ranks.replicas
         self.lifetime, self.precision, overlap = policy
+        self.exact = self.lifetime.exact
         self.ignored: list[tuple[str, nn.Parameter]] = []
         """Parameters that are neither sharded nor reduced, by name."""
         self.sync = True
@@ -308,6 +309,8 @@ class Runtime:
         def end() -> None:
             self._end_of_backward()
 
+        if self.exact is not None:
+            self.exact.begin_backward(sync=self.sync)
         self._backward += 1
         self._began = time.perf_counter()
         self._end = weakref.ref(end, self._given_up)
@@ -381,6 +384,8 @@ class Runtime:
             for gradients in self._gradients():
                 gradients.hold_place()
         self.check_agreement()
+        if self.exact is not None:
+            self.exact.end_backward()
         self._end = None
         self._end_reading()
         self.observe("backward", "", self._began)
@@ -391,6 +396,11 @@ class Runtime:
             self._reduce(self._pending[0])
         self._reductions.finish()
         said = self._what_all_say()
+        if self.exact is not None and (said & LATE).any():
+            raise ShardError(
+                "gradients must be there when their unit is reduced with exact=True (got some that came later, for a "
+                "parameter that several units use): take stages 0 to 2, or node_shared=True"
+            )
         for gradients in self._gradients():
             gradients.attach((said[self._span(gradients.flat)] & USED).astype(bool).tolist())
         late = [
@@ -420,6 +430,8 @@ class Runtime:
     def _forget_backward(self) -> None:
         """Let go what a backward that raised has left, at once: the user sees parameters in its except block."""
         self._end = self._agreement = None
+        if self.exact is not None:
+            self.exact.stop()
         self._entered.clear()
         self._reductions.forget()
         self._gathers.finish(release=True)
@@ -458,12 +470,20 @@ class Runtime:
 
     def check_synced(self, what: str) -> None:
         """Raise ShardError if `no_sync` has kept back gradients that were not reduced yet."""
+        if self.exact is not None:
+            self.exact.check_closed(what)
         self._drop_zeroed()
         if any(gradients.unsynced is not None for gradients in self._gradients()):
             raise ShardError(
                 f"{what} must follow a backward outside no_sync (got gradients of this rank alone): leave no_sync for "
                 "the last micro-batch"
             )
+
+    def begin_step(self) -> None:
+        """Begin the sum over a step's micro-batches, forgetting what one that was not finished has left."""
+        self._used[:] = 0
+        for gradients in self._gradients():
+            gradients.begin()
 
     def check_together(self, kind: str) -> None:
         """Agree that all ranks make the call `kind`; see `agree`."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["cast_floating", "tensors_in"]
+__all__ = ["cast_floating", "mapped", "tensors_in"]
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, type, ModuleType, nn.Module)
 DEPTH = 8
@@ -24,19 +24,24 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Return `value` with every floating tensor in it cast to `dtype`.
+    """Return `value` with every floating tensor in it cast to `dtype`; see `mapped`."""
+    return mapped(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return `value` with `function` of every tensor in nested tuples, lists and dicts.
 
     Containers in which nothing changes, and other objects, are passed on as they are: the callee may add to them.
     """
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return function(value)
     if isinstance(value, list | tuple):
-        items = [cast_floating(item, dtype) for item in value]
+        items = [mapped(item, function) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if type(value) is dict:
-        cast = {key: cast_floating(item, dtype) for key, item in value.items()}
+        cast = {key: mapped(item, function) for key, item in value.items()}
         return value if all(cast[key] is item for key, item in value.items()) else cast
     return value
 

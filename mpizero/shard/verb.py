@@ -18,6 +18,7 @@ from mpizero.shard.agree import check_same
 from mpizero.shard.build import UnitRule, describe, make_units, plan_units, window_sizes
 from mpizero.shard.casting import cast_buffers, keep_modules
 from mpizero.shard.clipping import catch_torch_clipping
+from mpizero.shard.exact import Course, check_exact, check_exact_ranks
 from mpizero.shard.optimizers import install_step_hooks
 from mpizero.shard.policy import Overlap, Precision, lifetime_of, parse_stage, ranks_of
 from mpizero.shard.runtime import Runtime, runtime_of
@@ -44,6 +45,7 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
     prefetch: int = 1,
     bucket_bytes: int = 1 << 20,
     node_shared: bool | None = None,
+    exact: bool = False,
 ) -> Model:
     """Shard a model over ranks by ZeRO stage, in place, and return it.
 
@@ -78,6 +80,12 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
         node_shared: whether the ranks of a node hold one copy of the full parameters together, at stages 1 to 3, which
             saves its gathers and (p-1)/p of its memory; possible where all ranks of a group are on one node and
             /dev/shm has room. None shares where it is possible, True raises where it is not.
+        exact: whether the same bits are wanted on 1, 2, 4, 8, ... ranks for the same batches cut into the same M
+            micro-batches, which `micro_batches` hands out (and without which backward raises). Gradients are sent in
+            the master values' precision, 4 bytes per element in place of bf16's 2, and their partial sums are held, see
+            `micro_batches`; clipping makes an exact sum of squares. Torch runs on one thread, unless OMP_NUM_THREADS
+            says otherwise: it must be the same wherever the same bits are wanted. Refuses modules that keep running
+            statistics of their batches, trained `ignored_params`, and other numbers of ranks; False does none of this.
 
     Raises:
         ArgumentError: for an unknown stage, units that match nothing, a model that is sharded already, or models or
@@ -93,13 +101,18 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
     ignored = _ignored(model, ignored_params)
     grouped = plan_units(model, units, precision, {id(param) for _, param in ignored})
     comm = (world() if comm is None else comm).private
-    _set_threads(comm)
+    _set_threads(comm, exact=exact)
     install_step_hooks()
     if comm.size > 1:
-        choices = [f"stage {stage}", str(precision), str(overlap), f"node_shared {node_shared}"]
+        choices = [f"stage {stage}", str(precision), str(overlap), f"node_shared {node_shared}", f"exact {exact}"]
+        choices += [f"{torch.get_num_threads()} threads of torch"] if exact else []
         check_same(comm, describe(grouped, model, choices))
         _broadcast([*model.buffers(), *(param.data for _, param in ignored)], comm)
     ranks, number = ranks_of(comm, number, group, hybrid=hybrid)
+    course = Course(model, torch.get_num_threads()) if exact else None
+    if exact:
+        check_exact(model, precision, ignored)
+        check_exact_ranks(ranks)
     for one in {id(one): one for one in (ranks.group, ranks.everyone, ranks.replicas)}.values():
         if hasattr(one, "let_caller_drive"):
             one.let_caller_drive(on=one.board is not None)
@@ -107,7 +120,7 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
     if lifetime_of(number, ranks.group.size).cut and node_shared is not False:
         window = make_window(ranks.group, window_sizes(grouped, ranks.group.size, precision))
         _check_window(window, node_shared)
-    lifetime = lifetime_of(number, ranks.group.size, shared=window is not None)
+    lifetime = lifetime_of(number, ranks.group.size, shared=window is not None, exact=course)
     if lifetime.cut:
         catch_torch_clipping()
     cast_buffers(model, precision)
@@ -239,10 +252,10 @@ def _broadcast(tensors: list[Tensor], comm: Any) -> None:
         broadcast(tensor, comm)
 
 
-def _set_threads(comm: Any) -> None:
-    """Give each rank its part of the host's cores, unless the user has set the number of torch's threads."""
+def _set_threads(comm: Any, *, exact: bool) -> None:
+    """Give each rank its part of the host's cores, or one if exact, unless the user has set torch's threads."""
     cores = len(os.sched_getaffinity(0))
     untouched = settings().threads is None and torch.get_num_threads() >= min(cores, 2)
     on_host = comm.node.size if hasattr(comm, "node") else comm.size
-    if untouched and on_host > 1:
-        torch.set_num_threads(max(1, cores // on_host))
+    if untouched and (exact or on_host > 1):
+        torch.set_num_threads(1 if exact else max(1, cores // on_host))
