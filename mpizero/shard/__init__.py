@@ -20,6 +20,14 @@ from mpizero.shard.report import MemoryReport, memory_report
 from mpizero.shard.runtime import runtime_of
 from mpizero.shard.verb import full_parameters, no_sync, stats, unsharded
 from mpizero.shard.verb import shard as _shard
+from mpizero.shard.whole import (
+    full_gradient,
+    full_optimizer_state,
+    full_parameter,
+    set_full_gradient,
+    set_full_optimizer_state,
+    set_full_parameter,
+)
 
 __all__ = [
     "FULL_SHARD",
@@ -32,6 +40,9 @@ __all__ = [
     "SyncBatchNorm",
     "convert_sync_batchnorm",
     "elementwise",
+    "full_gradient",
+    "full_optimizer_state",
+    "full_parameter",
     "full_parameters",
     "global_mean",
     "join",
@@ -40,6 +51,9 @@ __all__ = [
     "no_sync",
     "profile",
     "runtime_of",
+    "set_full_gradient",
+    "set_full_optimizer_state",
+    "set_full_parameter",
     "stats",
     "unsharded",
 ]

@@ -19,7 +19,7 @@ from mpizero.errors import ArgumentError, ShardError, must_be
 
 __all__ = ["EVENTS", "Agreement", "Event", "agree", "check_same"]
 
-EVENTS = ("forward", "backward", "end of backward", "unsharded", "full_parameters", "clip_grad_norm_")
+EVENTS = ("forward", "backward", "end of backward", "unsharded", "full_parameters", "clip_grad_norm_", "full_parameter")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from mpizero.shard.policy import ModuleRule
 from mpizero.shard.unit import Unit
 
 if TYPE_CHECKING:
+    from mpizero.shard.meta import MetaModel
     from mpizero.shard.policy import Lifetime, Precision, Ranks
     from mpizero.shard.window import Window
 
@@ -152,11 +153,10 @@ def _lowest_common(names: list[str], units: list[str]) -> str:
 
 
 def _check_devices(members: Iterable[Member]) -> None:
-    wrong = [member.names[0] for member in members if member.original.device.type != "cpu"]
+    wrong = [member.names[0] for member in members if member.original.device.type not in {"cpu", "meta"}]
     if wrong:
-        rule = "in host memory, with values"
-        got = ", ".join(wrong)
-        raise ArgumentTypeError(must_be("parameters", rule, got, "build the model on the CPU, not on the meta device"))
+        rule = "in host memory, or on the meta device"
+        raise ArgumentTypeError(must_be("parameters", rule, ", ".join(wrong), "build the model on the CPU"))
     shards = [member.names[0] for member in members if hasattr(member.original, "_mpizero_owner")]
     if shards:
         raise ArgumentError(must_be("model", "one that is not sharded yet", ", ".join(shards)))
@@ -197,13 +197,22 @@ def window_sizes(plan: Plan, ranks: int, precision: Precision) -> list[int]:
 
 
 def make_units(
-    plan: Plan, ranks: Ranks, lifetime: Lifetime, precision: Precision, *, window: Window | None = None
+    plan: Plan,
+    ranks: Ranks,
+    lifetime: Lifetime,
+    precision: Precision,
+    *,
+    window: Window | None = None,
+    meta: MetaModel | None = None,
 ) -> list[Unit]:
     """Build the units: cut their parameters into shards and put these into the modules. Collective."""
     made = []
     numbers = count()
     for name, (module, groups) in plan.items():
-        flats = [FlatParams(group, ranks, lifetime, precision, number=next(numbers), window=window) for group in groups]
+        flats = [
+            FlatParams(group, ranks, lifetime, precision, number=next(numbers), window=window, meta=meta)
+            for group in groups
+        ]
         made.append(Unit(name, module, flats))
     return made
 

@@ -16,6 +16,7 @@ from mpizero.shard.gradients import Gradients
 
 if TYPE_CHECKING:
     from mpizero.comm import Work
+    from mpizero.shard.meta import MetaModel
     from mpizero.shard.policy import Lifetime, Precision, Ranks
     from mpizero.shard.window import Window
 
@@ -67,6 +68,7 @@ class FlatParams:
         *,
         number: int = 0,
         window: Window | None = None,
+        meta: MetaModel | None = None,
     ) -> None:
         """Take over the members' values (rank 0's) and put shards in their place. Collective.
 
@@ -78,6 +80,7 @@ class FlatParams:
             number: which of the model's flat buffers this is; its messages go over channels of their own, so that
                 ranks which are about to move different buffers wait for each other instead of swapping them.
             window: where the node's full parameters are to lie, where it shares them.
+            meta: makes the values of members that are on the meta device.
         """
         self.members, self.ranks, self.lifetime, self.number = members, ranks, lifetime, number
         self.comm, self.window = ranks.group, window
@@ -95,7 +98,7 @@ class FlatParams:
         """The gather that is under way."""
         self.gathered = 0.0
         """When the latest one was over, in seconds of `time.perf_counter`."""
-        self._make_buffers()
+        self._make_buffers(meta)
         self._make_parameters()
         self.gradients: Gradients | None = None
         self.make_gradients()
@@ -113,18 +116,18 @@ class FlatParams:
         """Return whether any parameter requires a gradient."""
         return bool(self.trained)
 
-    def _make_buffers(self) -> None:
+    def _make_buffers(self, meta: MetaModel | None) -> None:
         layout, lifetime = self.layout, self.lifetime
         self.aliased = self.dtype == self.master_dtype and not lifetime.release_parameters
         if self.window is not None and self.aliased and self.ranks.replicas is None:
             self.full = self.window.take(layout.length, self.dtype)
             if self.comm.rank == 0:
-                self._fill(self.full)
+                self._fill(self.full, meta)
             barrier(self.comm)
         else:
             values = torch.zeros(layout.length, dtype=self.master_dtype)
             if self.ranks.everyone.rank == 0:
-                self._fill(values)
+                self._fill(values, meta)
             if self.ranks.everyone.size > 1 and layout.length:
                 broadcast(values, self.ranks.everyone)
             self._place(values)
@@ -132,9 +135,16 @@ class FlatParams:
             self.master = self.full[self.own]
         self.live = True
 
-    def _fill(self, values: Tensor) -> None:
+    def _fill(self, values: Tensor, meta: MetaModel | None) -> None:
+        to_make = []
         for slot, member in zip(self.layout.slots, self.members, strict=True):
-            values[slot.offset : slot.stop] = member.original.detach().reshape(-1).to(self.master_dtype)
+            target = values[slot.offset : slot.stop].view(slot.shape)
+            if member.original.is_meta:
+                to_make.append((member, target))
+            else:
+                target.copy_(member.original.detach())
+        if to_make and meta is not None:
+            meta.fill(to_make)
 
     def _place(self, values: Tensor) -> None:
         """Put whole master values where they belong."""
@@ -143,8 +153,10 @@ class FlatParams:
             if self.aliased:
                 self.full[self.own].copy_(values[self.own])
                 barrier(self.comm)
+        elif self.dtype == self.master_dtype:  # also where it is released at once: there is no second copy to be had
+            self.full = values
         else:
-            self.full = values if self.aliased else torch.empty(self.layout.length, dtype=self.dtype)
+            self.full = torch.empty(self.layout.length, dtype=self.dtype)
         if not self.aliased:
             self.master = values[self.own].clone()
 

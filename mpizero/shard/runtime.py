@@ -10,10 +10,11 @@ until that backward is through with it.
 [Note: order of reductions] Collectives must come in the same order on all ranks, also where ranks used different
 parameters. Where full parameters live on, a unit is reduced as soon as its gradients are complete, but always in the
 reverse order of the units. Where gathers come in between, completeness is not asked: when backward enters a unit, all
-units are reduced whose calls have all begun their backward and that do not contain the one entered. What did not arrive
-counts as zero; what arrives after its unit was reduced is reduced again at the end of the backward, if any rank has
-such. A parameter that no rank used keeps `grad=None`, as in plain torch. A reduction is begun and goes on while
-backward computes; the end of the backward waits for all of them (see `reductions`).
+units are reduced whose calls have all begun their backward and that neither contain the one entered nor lie in it
+(where both return the same tensor, the inner one is entered first). What did not arrive counts as zero; what arrives
+after its unit was reduced is reduced again at the end of the backward, if any rank has such. A parameter that no rank
+used keeps `grad=None`, as in plain torch. A reduction is begun and goes on while backward computes; the end of the
+backward waits for all of them (see `reductions`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from mpizero.errors import ShardError
 from mpizero.shard.agree import Agreement, Event, agree, check_same
 from mpizero.shard.calls import Call, hidden_tensors, in_backward, own_modules
 from mpizero.shard.checks import FROZEN, REPLACED, TOGGLED, TRAINABLE, flags_of, raise_for_replaced, trained_lines
+from mpizero.shard.compiled import add_hooks
 from mpizero.shard.gathers import BACKWARD, FORWARD, Gathers
 from mpizero.shard.reductions import Reductions
 from mpizero.shard.spans import Span
@@ -120,10 +122,11 @@ class Runtime:
         model._mpizero_runtime = self  # type: ignore[assignment]  # noqa: SLF001
 
     def _install(self, number: int, unit: Unit) -> None:
-        unit.module.register_forward_pre_hook(
-            lambda _, args, kwargs: self._before_forward(number, unit, args, kwargs), with_kwargs=True, prepend=True
+        add_hooks(
+            unit.module,
+            lambda args, kwargs: self._before_forward(number, unit, args, kwargs),
+            lambda output: self._after_forward(unit, output),
         )
-        unit.module.register_forward_hook(lambda _, __, output: self._after_forward(unit, output), always_call=True)
         for flat in unit.flats:
             self._hook_gradients(unit, flat, flat.trained)
         for module in {module for flat in unit.flats for member in flat.members for module, _ in member.places}:
@@ -359,8 +362,8 @@ class Runtime:
     def _reduce_before(self, gathered: Unit) -> None:
         """Reduce what is due before a unit is gathered in backward. See [Note: order of reductions]."""
         for unit in list(self._entered):
-            contains = id(gathered.module) in unit.inside
-            if unit in self._pending and not contains and unit.entered >= unit.calls:
+            nested = id(gathered.module) in unit.inside or id(unit.module) in gathered.inside
+            if unit in self._pending and not nested and unit.entered >= unit.calls:
                 self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:

@@ -19,13 +19,14 @@ from mpizero.shard.build import UnitRule, describe, make_units, plan_units, wind
 from mpizero.shard.casting import cast_buffers, keep_modules
 from mpizero.shard.clipping import catch_torch_clipping
 from mpizero.shard.exact import Course, check_exact, check_exact_ranks
+from mpizero.shard.meta import MetaModel
 from mpizero.shard.optimizers import install_step_hooks
 from mpizero.shard.policy import Overlap, Precision, lifetime_of, parse_stage, ranks_of
 from mpizero.shard.runtime import Runtime, runtime_of
 from mpizero.shard.window import make_window
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 __all__ = ["full_parameters", "no_sync", "shard", "stats", "unsharded"]
 
@@ -46,6 +47,7 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
     bucket_bytes: int = 1 << 20,
     node_shared: bool | None = None,
     exact: bool = False,
+    materialize: Callable[[nn.Module], Any] | None = None,
 ) -> Model:
     """Shard a model over ranks by ZeRO stage, in place, and return it.
 
@@ -55,7 +57,8 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
     every backward outside `no_sync`. All stages give the same bits.
 
     Args:
-        model: a module whose parameters are in host memory.
+        model: a module whose parameters are in host memory, or, all or some of them, on the meta device. The latter
+            get their values one unit at a time, from `materialize`: no rank holds more than its shards and a unit.
         comm: the ranks to train on; None means `mpizero.world()`. Models talk over a
             duplicate of it.
         stage: 0 replicates everything (plain data parallelism), 1 shards the optimizer's state, 2 gradients as well,
@@ -86,10 +89,15 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
             `micro_batches`; clipping makes an exact sum of squares. Torch runs on one thread, unless OMP_NUM_THREADS
             says otherwise: it must be the same wherever the same bits are wanted. Refuses modules that keep running
             statistics of their batches, trained `ignored_params`, and other numbers of ranks; False does none of this.
+        materialize: called with each module that has parameters or buffers of its own on the meta device, once they
+            have memory, to initialise these and not those of modules inside; None calls `module.reset_parameters()`.
+            Tensors that have values keep them. It runs on rank 0, twice for each module: first in the model's order,
+            which leads to the random numbers of a real build where modules were made in that order and do nothing
+            else in their constructors; a parameter that modules share gets the values of the first.
 
     Raises:
-        ArgumentError: for an unknown stage, units that match nothing, a model that is sharded already, or models or
-            options that differ between ranks.
+        ArgumentError: for an unknown stage, units that match nothing, a model that is sharded already, models or
+            options that differ between ranks, or what is on the meta device and never initialised; lists it.
         ArgumentTypeError: for a model, or parameters, that cannot be sharded; names them.
 
     Collective. Source: Rajbhandari et al., "ZeRO", 2020 (stages); Zhao et al., "PyTorch FSDP", 2023 (units, prefetch,
@@ -107,6 +115,9 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
         choices = [f"stage {stage}", str(precision), str(overlap), f"node_shared {node_shared}", f"exact {exact}"]
         choices += [f"{torch.get_num_threads()} threads of torch"] if exact else []
         check_same(comm, describe(grouped, model, choices))
+    meta = MetaModel(model, materialize)
+    meta.prepare(comm, [param for _, param in ignored])
+    if comm.size > 1:
         _broadcast([*model.buffers(), *(param.data for _, param in ignored)], comm)
     ranks, number = ranks_of(comm, number, group, hybrid=hybrid)
     course = Course(model, torch.get_num_threads()) if exact else None
@@ -125,7 +136,7 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
         catch_torch_clipping()
     cast_buffers(model, precision)
     keep_modules(model, precision)
-    made = make_units(grouped, ranks, lifetime, precision, window=window)
+    made = make_units(grouped, ranks, lifetime, precision, window=window, meta=meta)
     runtime = Runtime(model, made, ranks, (lifetime, precision, overlap), window=window)
     runtime.ignored = ignored
     for flat in runtime.flats:
@@ -195,8 +206,8 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
             for slot, member in zip(flat.layout.slots, flat.members, strict=True):
                 value = whole[slot.offset : slot.stop].view(slot.shape).clone()
                 found.update(dict.fromkeys(member.names, value))
-    order = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return {name: found[name] for name in order}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: found[name] if name in found else param.detach().clone() for name, param in named}  # or ignored
 
 
 def stats(model: nn.Module) -> Stats:

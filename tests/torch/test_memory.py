@@ -4,12 +4,12 @@ import gc
 
 import pytest
 import torch
+from helpers.memory import counting
 from torch import nn
 
 import mpizero as mz
 from mpizero.plan import model_state_bytes
 from mpizero.shard import runtime_of
-from mpizero.shard.access import ShardHandle
 
 pytestmark = pytest.mark.mpi
 
@@ -31,26 +31,11 @@ class Tower(nn.Module):
         return self.last(x)
 
 
-KINDS = {torch.Tensor, nn.Parameter, ShardHandle}
-
-
 @pytest.fixture
 def held():
-    """A function that returns the bytes of all torch storages made in the test that are alive, each counted once."""
-
-    def measure():
-        found = {}
-        for item in gc.get_objects():
-            if type(item) in KINDS:
-                with torch._C.DisableTorchFunctionSubclass():
-                    storage = item.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
-        return sum(found.values())
-
-    gc.collect()
-    gc.freeze()  # what is alive now is left out from here on
-    yield measure
-    gc.unfreeze()
+    """A function that returns the bytes of all torch storages made in the test that are alive."""
+    with counting() as measure:
+        yield measure
 
 
 def step(model, optimizer, x):
