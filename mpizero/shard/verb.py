@@ -21,7 +21,7 @@ from mpizero.shard.clipping import catch_torch_clipping
 from mpizero.shard.exact import Course, check_exact, check_exact_ranks
 from mpizero.shard.meta import MetaModel
 from mpizero.shard.optimizers import install_step_hooks
-from mpizero.shard.policy import Overlap, Precision, lifetime_of, parse_stage, ranks_of
+from mpizero.shard.policy import Overlap, Precision, Ranks, lifetime_of, parse_stage, ranks_of
 from mpizero.shard.runtime import Runtime, runtime_of
 from mpizero.shard.window import make_window
 
@@ -124,9 +124,7 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
     if exact:
         check_exact(model, precision, ignored)
         check_exact_ranks(ranks)
-    for one in {id(one): one for one in (ranks.group, ranks.everyone, ranks.replicas)}.values():
-        if hasattr(one, "let_caller_drive"):
-            one.let_caller_drive(on=one.board is not None)
+    _let_caller_drive(ranks)
     window = None
     if lifetime_of(number, ranks.group.size).cut and node_shared is not False:
         window = make_window(ranks.group, window_sizes(grouped, ranks.group.size, precision))
@@ -236,6 +234,13 @@ def _checked(model: Any, precision: Any) -> Precision:
         remedy = "write mpizero.Precision(param=torch.bfloat16)"
         raise ArgumentTypeError(must_be("precision", "an mpizero.Precision", precision, remedy))
     return precision
+
+
+def _let_caller_drive(ranks: Ranks) -> None:
+    """Have collectives that are loads and stores move between two computations, not beside them."""
+    for one in {id(one): one for one in (ranks.group, ranks.everyone, ranks.replicas)}.values():
+        if hasattr(one, "let_caller_drive"):
+            one.let_caller_drive(on=one.board is not None)
 
 
 def _ignored(model: nn.Module, params: Iterable[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
