@@ -17,9 +17,12 @@ import numpy as np
 from mpizero.collectives import all_gather
 from mpizero.errors import ArgumentError, ShardError, must_be
 
-__all__ = ["EVENTS", "Agreement", "Event", "agree", "check_same"]
+__all__ = ["EVENTS", "Agreement", "Event", "agree", "agreements", "check_same"]
 
 EVENTS = ("forward", "backward", "end of backward", "unsharded", "full_parameters", "clip_grad_norm_", "full_parameter")
+
+
+COUNT = "agreements"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +42,18 @@ class Event:
         return [EVENTS.index(self.kind), self.unit, int(self.training), int(self.grad)]
 
 
+def agreements(comm: Any) -> int:
+    """Return how many agreements this rank has come to: the same number on all ranks, whatever they agreed on."""
+    return int(comm.notes.get(COUNT, 0))
+
+
 class Agreement:
     """Be an exchange of events that is under way."""
 
     def __init__(self, comm: Any, event: Event, names: list[str], extra: np.ndarray[Any, Any] | None = None) -> None:
         """Send this rank's event; see `agree`."""
         self._size, self._names = comm.size, names
+        comm.notes[COUNT] = agreements(comm) + 1
         tail = np.zeros(0, np.uint8) if extra is None else extra
         head = np.array([*event.code(), event.flags], np.int32).view(np.uint8)
         self._head = len(head)

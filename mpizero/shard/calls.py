@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +15,11 @@ if TYPE_CHECKING:
 
     from mpizero.shard.unit import Unit
 
-__all__ = ["Call", "hidden_tensors", "in_backward", "own_modules"]
+__all__ = ["Call", "hidden_tensors", "in_backward", "own_modules", "running"]
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _MARK = "_mpizero_watched"
+_ENTRY = nn.Module.__call__.__name__
 
 
 class Call:
@@ -67,6 +69,19 @@ def hidden_tensors(modules: list[nn.Module]) -> Iterator[Tensor]:
 def in_backward() -> bool:
     """Return whether autograd is running a backward in this thread."""
     return torch._C._current_graph_task_id() != -1  # noqa: SLF001
+
+
+def running(module: nn.Module, *, besides: int = 0) -> bool:
+    """Return whether this thread is inside more than `besides` calls of a module.
+
+    Torch's forward hooks do not hear of a call that ends by KeyboardInterrupt and its like; the stack tells.
+    """
+    frame, found = inspect.currentframe(), 0
+    while frame is not None and found <= besides:
+        if frame.f_code.co_name == _ENTRY:
+            found += frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return found > besides
 
 
 def own_modules(module: nn.Module, others: set[int]) -> Iterator[nn.Module]:

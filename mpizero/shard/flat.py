@@ -258,6 +258,8 @@ class FlatParams:
 
         In a window this rank's part is put there, and the next agreement of all ranks tells that all parts are there.
         """
+        if self.stale:  # a gather that is under way has the values from before a step
+            self.end_unshard()
         if (self.live and not self.stale) or self.gathering is not None:
             return False
         storage = self.full.untyped_storage()

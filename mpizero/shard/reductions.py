@@ -44,6 +44,8 @@ class _Job:
     """This rank's part of the result, once `work` is over."""
     total: Tensor
     """What is being reduced, kept alive."""
+    dtype: torch.dtype | None = None
+    """That of the gradients as they are to be sent: fp32 after `no_sync`; else the members'."""
     second: Work | None = None
     """The sum over replicas, in hybrid sharding."""
     units: list[Unit] = field(default_factory=list)
@@ -165,6 +167,7 @@ class Reductions:
             total, into = _pack(members, [total for _, total, _ in taken]), None
         if not total.numel():
             return _Job(members=members, work=None, part=total[:0] if self.lifetime.cut else total, total=total)
+        dtype = total.dtype
         if self.ranks.replicas is not None:  # partial sums are fp32
             total = total.to(first.accumulator.dtype)
         op = "sum" if self.ranks.replicas is not None or self.lifetime.exact is not None else "mean"
@@ -178,7 +181,7 @@ class Reductions:
                 out = None if into is None or into is total else into
                 into = total if out is None else out
                 work = all_reduce(total, comm, op=op, out=out, order="canonical", async_op=True)
-        return _Job(members=members, work=work, part=into, total=total)
+        return _Job(members=members, work=work, part=into, total=total, dtype=dtype)
 
     def _sum_over_replicas(self, job: _Job) -> None:
         """Begin to sum a part over the ranks that hold the same shards."""
@@ -199,7 +202,7 @@ class Reductions:
             part = job.second.wait()
             if self.lifetime.exact is None:
                 part.div_(self.ranks.everyone.size)
-            part = part.to(job.members[0].dtype).to(part.dtype)  # rounded where the one sum of all ranks would be
+            part = part.to(job.dtype).to(part.dtype)  # rounded where the one sum of all ranks would be
         for gradients, piece in zip(job.members, _parts(job.members, part), strict=True):
             gradients.give(piece)
         self._observe(job, start)

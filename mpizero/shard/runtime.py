@@ -32,8 +32,8 @@ import torch
 from torch import nn
 
 from mpizero.errors import ShardError
-from mpizero.shard.agree import Agreement, Event, agree, check_same
-from mpizero.shard.calls import Call, hidden_tensors, in_backward, own_modules
+from mpizero.shard.agree import Agreement, Event, agree, agreements, check_same
+from mpizero.shard.calls import Call, hidden_tensors, in_backward, own_modules, running
 from mpizero.shard.checks import FROZEN, REPLACED, TOGGLED, TRAINABLE, flags_of, raise_for_replaced, trained_lines
 from mpizero.shard.compiled import add_hooks
 from mpizero.shard.gathers import BACKWARD, FORWARD, Gathers
@@ -139,11 +139,19 @@ class Runtime:
                 )
 
     def _hook_gradients(self, unit: Unit, flat: FlatParams, indices: Any) -> None:
-        unit.on_gradients(lambda flat, index: self._gradient(unit, flat, index), flat, indices)
+        runtime = weakref.ref(self)  # the garbage collector does not see what these hooks hold
+
+        def ready(unit: Unit, flat: FlatParams, index: int) -> None:
+            alive = runtime()
+            if alive is not None:
+                alive._gradient(unit, flat, index)  # noqa: SLF001
+
+        unit.on_gradients(ready, flat, indices)
 
     # Forward
 
     def _before_forward(self, number: int, unit: Unit, args: Any, kwargs: Any) -> Any:
+        self._forget_interrupted(unit)
         call = Call(unit, sys.exc_info()[1])
         self._calls.append(call)
         if len(self._calls) == 1 and not unit.pins:
@@ -175,18 +183,18 @@ class Runtime:
         flats = self.flats
         if self.window is not None:
             self._fill_window(self.window)
-            self.window.begin_reading()
+            self.window.begin_reading(agreements(self.comm) + 1)
         flags = flags_of(flats)
         if self.lifetime.cut:
             rows = self._agree(replace(event, flags=flags))
             flags = int(np.bitwise_or.reduce(rows[:, 0]))
         if flags & REPLACED:
             raise_for_replaced(flats)
-        if flags & TOGGLED:
-            self._follow_toggles()
         for bit, trainable in ((TRAINABLE, True), (FROZEN, False)):
             if flags & bit:
                 self.mark_stale(trainable=trainable)
+        if flags & TOGGLED:  # last: the flags speak of what was trained until now
+            self._follow_toggles()
         if not self.lifetime.release_parameters:
             self._gathers.begin(self.units)
 
@@ -194,7 +202,7 @@ class Runtime:
         """Put what the user has changed, beside the optimizer, into the shared parameters."""
         changed = [flat for flat in self.flats if flat.changed() or flat.stale]
         if changed:
-            window.await_readers()
+            window.await_readers(agreements(self.comm))
             for flat in changed:
                 flat.stale = True
                 flat.unshard()
@@ -241,7 +249,20 @@ class Runtime:
         self.observe("forward", "", self._started)
         if call.grad and not failed and not call.unit.pins and self.lifetime.release_parameters:
             self._gathers.expect(BACKWARD)
-        self._end_reading()
+        self._end_reading(together=not call.grad and not failed)
+
+    def _forget_interrupted(self, entering: Unit | None = None) -> None:
+        """Let go what calls have left that ended by what no hook hears of, such as KeyboardInterrupt."""
+        if not self._calls or in_backward():
+            return
+        outermost = self._calls[0].unit
+        if not running(outermost.module, besides=int(entering is outermost)):
+            self._calls.clear()
+            self._gathers.finish(release=True)
+            for unit in self.units:
+                if unit.shown:
+                    unit.reshard()
+            self._end_reading()
 
     def _leave(self, unit: Unit) -> Call | None:
         """End the unit's innermost call, and those inside it that never ended; None if its beginning was not seen."""
@@ -295,6 +316,7 @@ class Runtime:
             call.backward, call.passed = self._backward, False
             unit.entered += 1
             unit.open += unit.has_frozen
+            unit.expect_gradients()
         if unit not in self._entered:
             if self.lifetime.release_parameters and self.sync:
                 self._reduce_before(unit)
@@ -322,7 +344,7 @@ class Runtime:
         torch.autograd.Variable._execution_engine.queue_callback(end)  # noqa: SLF001
         del end  # from here on autograd's alone
         if self.window is not None:
-            self.window.begin_reading()
+            self.window.begin_reading(agreements(self.comm) + self.sync)
         if self.comm.size > 1 and (self.sync or self.lifetime.release_parameters):
             self._agreement = Agreement(
                 self.comm, Event(kind="backward", grad=self.sync, unit=self._trained), self._names
@@ -453,8 +475,9 @@ class Runtime:
     def before_step(self) -> None:
         """Wait until no rank reads the parameters that the optimizer is about to write."""
         self._stepping = time.perf_counter()
+        self._forget_interrupted()
         if self.window is not None:
-            self.window.await_readers()
+            self.window.await_readers(agreements(self.comm))
 
     def after_step(self) -> None:
         """Have the full parameters filled anew: at once where the node shares them, else with the next forward."""
@@ -490,15 +513,21 @@ class Runtime:
 
     def check_together(self, kind: str) -> None:
         """Agree that all ranks make the call `kind`; see `agree`."""
+        self._forget_interrupted()
         if self.comm.size > 1:
             self._agree(Event(kind=kind))
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         """Hold every unit gathered and its full parameters shown."""
+        self._forget_interrupted()
         if self._calls or in_backward():
             raise ShardError("unsharded must be entered outside forward and backward (got a call from inside)")
-        self._refresh(Event(kind="unsharded"))
+        try:
+            self._refresh(Event(kind="unsharded"))
+        except BaseException:
+            self._end_reading()
+            raise
         for unit in self.units:
             self._gather(unit, UnitState.GATHERED)
             unit.pins += 1
@@ -511,7 +540,7 @@ class Runtime:
             for unit in self.units:
                 unit.pins -= 1
                 self._reshard(unit)
-            self._end_reading()
+            self._end_reading(together=sys.exc_info()[1] is None)
             if changed:
                 self.mark_stale()
                 self.mark_stale(trainable=False)
@@ -542,10 +571,17 @@ class Runtime:
         self.observe("agree", "", start)
         return said
 
-    def _end_reading(self) -> None:
-        """Tell the node that this rank reads the shared parameters no longer, unless it does."""
+    def _end_reading(self, *, together: bool = False) -> None:
+        """Tell the node that this rank reads the shared parameters no longer, unless it does.
+
+        Args:
+            together: whether to wait for the other ranks where shards are the shared memory itself: what the user may
+                do next, a write in place, would reach them.
+        """
         if self.window is not None and not (self._calls or self._end is not None or self.pinned):
             self.window.end_reading()
+            if together and any(flat.aliased for flat in self.flats):
+                self.window.await_readers(agreements(self.comm))
 
     def _version(self, unit: Unit) -> int:
         """Return a number that grows with every change of a unit's values that this rank can know of."""

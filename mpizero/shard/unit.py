@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpizero.errors import ShardError
 
@@ -54,6 +55,8 @@ class Unit:
         """Those of them whose backward has begun."""
         self.open = 0
         """Those of which backward may still need frozen parameters."""
+        self._hooked: set[tuple[int, int]] = set()
+        """The parameters, by buffer and index, whose gradients are told of."""
         self.parameters = sum(len(flat.shards) for flat in flats)
         self.cut = any(flat.lifetime.cut for flat in flats)
         """Whether ranks hold different parts."""
@@ -115,6 +118,11 @@ class Unit:
             self.missing = self.trained
         self.state = state
 
+    def expect_gradients(self) -> None:
+        """Wait for all gradients anew where those of earlier calls are there: the next call brings its own."""
+        if self.missing <= 0:
+            self.missing = self.trained
+
     def begin_fill(self) -> None:
         """Begin to give the full parameters the current values. Collective where the unit is cut and not yet filled."""
         for flat in self.flats:
@@ -155,12 +163,24 @@ class Unit:
             "or run forward again"
         )
 
-    def on_gradients(self, ready: Callable[[FlatParams, int], None], flat: FlatParams, indices: Iterable[int]) -> None:
-        """Call `ready(flat, index)` each time autograd has finished the gradient of one of these full parameters."""
+    def on_gradients(
+        self, ready: Callable[[Unit, FlatParams, int], None], flat: FlatParams, indices: Iterable[int]
+    ) -> None:
+        """Call `ready(unit, flat, index)` each time autograd has finished the gradient of one of these full parameters.
+
+        Args:
+            ready: must hold neither unit nor buffer: the garbage collector does not see what hooks of autograd hold.
+            flat: the buffer.
+            indices: the parameters.
+        """
         for index in indices:
-            hook = partial(_forward_to, ready, flat, index)
-            flat.full_params[index].register_post_accumulate_grad_hook(hook)
+            if (id(flat), index) not in self._hooked:  # frozen meanwhile, and trained again
+                self._hooked.add((id(flat), index))
+                hook = partial(_forward_to, ready, weakref.ref(self), weakref.ref(flat), index)
+                flat.full_params[index].register_post_accumulate_grad_hook(hook)
 
 
-def _forward_to(ready: Callable[[FlatParams, int], None], flat: FlatParams, index: int, _: Tensor) -> None:
-    ready(flat, index)
+def _forward_to(ready: Callable[..., None], unit: Any, flat: Any, index: int, _: Tensor) -> None:
+    alive = unit(), flat()
+    if None not in alive:
+        ready(*alive, index)

@@ -43,8 +43,6 @@ class Window:
         self._words = memory[: LINE * comm.size].view(np.uint64)
         self._taken = LINE * comm.size
         self._fence = fence()
-        self._agreed = 0
-        """The number of the latest agreement that this rank has come to."""
 
     def take(self, length: int, dtype: torch.dtype) -> Tensor:
         """Return the next `length` elements of the window; the same ones on all ranks."""
@@ -53,10 +51,9 @@ class Window:
         found: Tensor = from_memory(self._memory[start : start + length * kind.itemsize], (length,), kind, library)
         return found
 
-    def begin_reading(self) -> None:
-        """Say, before an agreement, that this rank reads from there on."""
-        self._agreed += 1
-        self._set(self._agreed)
+    def begin_reading(self, agreement: int) -> None:
+        """Say that this rank reads from an agreement on, before it comes to it; see `agree.agreements`."""
+        self._set(agreement)
 
     def end_reading(self) -> None:
         """Say that this rank does not read any more."""
@@ -77,24 +74,31 @@ class Window:
         """Return a number that grows with every rank's changes."""
         return int(self._words[1::_WORDS].sum())
 
-    def await_readers(self) -> None:
+    def await_readers(self, agreed: int) -> None:
         """Wait until no other rank reads; this one has ended its own reading, or not begun.
+
+        Args:
+            agreed: the number of the latest agreement that this rank has come to.
 
         Raises:
             CollectiveTimeoutError: after the communicator's time-out; names the ranks.
         """
-        if self._readers() and not poll(lambda: not self._readers(), self.comm.transport.timeout, self._who):
-            raise CollectiveTimeoutError(f"{self._who()}: a step must come after every rank's forward and backward")
+        if self._readers(agreed) and not poll(
+            lambda: not self._readers(agreed), self.comm.transport.timeout, lambda: self._who(agreed)
+        ):
+            raise CollectiveTimeoutError(
+                f"{self._who(agreed)}: a step must come after every rank's forward and backward"
+            )
         if self._fence is not None:
             self._fence()
 
-    def _readers(self) -> list[int]:
+    def _readers(self, agreed: int) -> list[int]:
         """Return the ranks that read since an agreement which this one has been through."""
         numbers = self._words[::_WORDS].tolist()
-        return [rank for rank, number in enumerate(numbers) if 0 < number <= self._agreed and rank != self.comm.rank]
+        return [rank for rank, number in enumerate(numbers) if 0 < number <= agreed and rank != self.comm.rank]
 
-    def _who(self) -> str:
-        ranks = self._readers()
+    def _who(self, agreed: int) -> str:
+        ranks = self._readers(agreed)
         return f"rank {self.comm.rank} is about to write the shared parameters, which ranks {ranks} still read"
 
 

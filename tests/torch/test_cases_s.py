@@ -225,6 +225,43 @@ def test_two_parameter_groups(world, stage):
 
 
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
+def test_twenty_steps_at_every_stage(world, precision):
+    """S6: the same bits for every stage and bucket of 1 KiB, 1 MiB and 100 MiB; 1 B has every buffer go alone."""
+    results = []
+    sizes = (1 << 10, 1 << 20, 100 << 20, 1)
+    for stage in STAGES:
+        for bucket_bytes, node_shared in ((sizes[stage], None), (sizes[stage - 1], False)):
+            options = {"bucket_bytes": bucket_bytes, "node_shared": node_shared}
+            model = mz.shard(seeded(Net), world, stage=stage, units={Unit}, precision=precision, **options)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            for step in range(20):
+                model(batch(world.rank, step)).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append(((stage, bucket_bytes), mz.full_parameters(model)))
+    for case, found in results[1:]:
+        for name, value in found.items():
+            assert torch.equal(value, results[0][1][name]), (case, name)
+
+
+@each_stage
+@pytest.mark.parametrize("kept", [False, True])
+def test_tiny_gradients_of_many_micro_batches(world, stage, kept):
+    """S5: 256 micro-batches in bf16, each gradient 2**-8 of the first, which a sum in bf16 would not see."""
+    model = mz.shard(seeded(lambda: nn.Linear(3, 2, bias=False)), world, stage=stage, precision=BF16)
+    for micro in range(257):
+        x = torch.full((1, 3), 1.0 if micro == 0 else 2.0**-8)
+        if kept and micro < 256:
+            with mz.no_sync(model):
+                model(x).sum().backward()
+        else:
+            model(x).sum().backward()
+    for param in model.parameters():
+        assert param.grad.dtype == torch.float32
+        assert torch.equal(param.grad, torch.full_like(param, 2.0))
+
+
+@pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 def test_no_sync_at_every_stage(world, precision):
     """S16: 4 micro-batches; for the same use of no_sync all stages have the same bits."""
     results = {}

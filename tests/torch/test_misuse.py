@@ -194,6 +194,31 @@ def test_evaluation_on_rank_0_alone_meets_another_call(world, stage):
     train(model, lambda step: batch(world.rank, step))
 
 
+CALLS = {
+    "full_parameters": mz.full_parameters,
+    "unsharded": lambda model: mz.unsharded(model).__enter__(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("shared", [None, False])
+def test_the_full_state_on_rank_0_alone(world, call, shared):
+    """S9: at once an error on every rank that says who called what; then all go on, in whatever order they like."""
+    if world.size == 1:
+        return
+    for stage in (1, 2, 3):
+        model = mz.shard(seeded(Net), world, stage=stage, units={Unit}, node_shared=shared)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(batch(world.rank)).square().mean().backward()
+        with pytest.raises(ShardError, match=rf"rank 0: {call}; rank 1: forward of 'Net'"):
+            CALLS[call](model) if world.rank == 0 else model(batch(world.rank))
+        optimizer.step()
+        optimizer.zero_grad()
+        train(model, lambda step: batch(world.rank, step))
+        for value in mz.full_parameters(model).values():
+            assert same_everywhere(world, value)
+
+
 @each_stage
 def test_evaluation_on_rank_0_alone_inside_unsharded(world, stage):
     """S23: the right way."""
