@@ -17,7 +17,7 @@ import numpy as np
 from mpizero.collectives import all_gather
 from mpizero.errors import ArgumentError, ShardError, must_be
 
-__all__ = ["EVENTS", "Agreement", "Event", "agree", "agreements", "check_same"]
+__all__ = ["EVENTS", "Agreement", "Event", "agree", "agreements", "check_same", "gather_texts"]
 
 EVENTS = ("forward", "backward", "end of backward", "unsharded", "full_parameters", "clip_grad_norm_", "full_parameter")
 
@@ -109,6 +109,19 @@ def check_same(comm: Any, lines: list[str], what: str = "model and options") -> 
     first = int(equal.argmin()) - 1 if not equal.all() else shortest
     got = lines[first] if first < len(lines) else "nothing more"
     raise ArgumentError(must_be(what, "the same on all ranks", f"{got} on rank {comm.rank}"))
+
+
+def gather_texts(comm: Any, text: str) -> list[str]:
+    """Return every rank's text, in the order of ranks, by two all-gathers (one where all are empty). Collective."""
+    mine = np.frombuffer(text.encode(), np.uint8)
+    lengths = all_gather(np.array([mine.size], np.int64), comm, algorithm="direct")
+    longest = int(lengths.max())
+    if not longest:
+        return [""] * comm.size
+    padded = np.zeros(longest, np.uint8)
+    padded[: mine.size] = mine
+    rows = all_gather(padded, comm, algorithm="direct").reshape(comm.size, longest)
+    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths.tolist(), strict=True)]
 
 
 def _describe(row: list[int], names: list[str]) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mpizero.errors import ArgumentError, must_be
+from mpizero.shard.agree import gather_texts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -66,7 +67,7 @@ class MetaModel:
         for name, module in self._named:
             problems += self._prepare(module, f"{name}." if name else "", (made, kept, known), first=comm.rank == 0)
         if comm.size > 1:
-            problems = [problem for found in comm.mpi.allgather(problems) for problem in found]
+            problems = "\n".join(filter(None, gather_texts(comm, "\n".join(problems)))).splitlines()
         if problems:
             what = "parameters and buffers on the meta device"
             remedy = "give their modules a reset_parameters method that does, or pass materialize="

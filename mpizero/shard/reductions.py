@@ -192,7 +192,7 @@ class Reductions:
                 job.second = all_reduce(job.part, replicas, order="canonical", async_op=True)
 
     def _finish_first(self) -> None:
-        self._runtime.check_agreement()
+        self._runtime.backward.check_agreement()
         job = self._jobs.popleft()
         start = time.perf_counter()
         part = job.part if job.work is None else job.work.wait()

@@ -6,15 +6,6 @@ its parameters are. What follows is begun ahead (see `gathers`). Elsewhere full 
 after a step: their gathers begin all at once with the next forward, and each unit waits for its own; in a node's shared
 memory there is nothing to gather. What a forward inside backward gathers (activation checkpointing recomputes) stays
 until that backward is through with it.
-
-[Note: order of reductions] Collectives must come in the same order on all ranks, also where ranks used different
-parameters. Where full parameters live on, a unit is reduced as soon as its gradients are complete, but always in the
-reverse order of the units. Where gathers come in between, completeness is not asked: when backward enters a unit, all
-units are reduced whose calls have all begun their backward and that neither contain the one entered nor lie in it
-(where both return the same tensor, the inner one is entered first). What did not arrive counts as zero; what arrives
-after its unit was reduced is reduced again at the end of the backward, if any rank has such. A parameter that no rank
-used keeps `grad=None`, as in plain torch. A reduction is begun and goes on while backward computes; the end of the
-backward waits for all of them (see `reductions`).
 """
 
 from __future__ import annotations
@@ -32,7 +23,8 @@ import torch
 from torch import nn
 
 from mpizero.errors import ShardError
-from mpizero.shard.agree import Agreement, Event, agree, agreements, check_same
+from mpizero.shard.agree import Event, agree, agreements, check_same
+from mpizero.shard.backward import Backward
 from mpizero.shard.calls import Call, hidden_tensors, in_backward, own_modules, running
 from mpizero.shard.checks import FROZEN, REPLACED, TOGGLED, TRAINABLE, flags_of, raise_for_replaced, trained_lines
 from mpizero.shard.compiled import add_hooks
@@ -51,9 +43,6 @@ if TYPE_CHECKING:
     from mpizero.shard.window import Window
 
 __all__ = ["Runtime", "runtime_of"]
-
-USED, LATE = 1, 2
-"""What a rank says of a parameter at the end of a backward, as bits."""
 
 
 class Runtime:
@@ -88,30 +77,16 @@ class Runtime:
         """Called with (event, unit's name) at each gather, release and reduction; for tests and profiles."""
         self.observer: Callable[[Span], None] | None = None
         """Told of everything that takes time; see `spans`."""
-        self._started = self._began = self._stepping = 0.0
-        """When the outermost forward, the backward and the optimizer's step began."""
-        self._names = [unit.name for unit in units]
+        self._started = self._stepping = 0.0
+        """When the outermost forward and the optimizer's step began."""
+        self.names = [unit.name for unit in units]
         self._calls: list[Call] = []
         """The forward calls that have begun and not ended, outermost first."""
-        self._backward = 0
-        """The number of the latest backward."""
-        self._end: Callable[[], Any] | None = None
-        """A weak reference to what autograd calls at the end of the running backward: it dies if backward raises."""
-        self._entered: list[Unit] = []
-        self._pending: list[Unit] = []
-        """The units that the running backward has yet to reduce, in the order for stages 0 to 2."""
-        self._used = np.zeros(sum(unit.parameters for unit in units), np.uint8)
-        self._offsets: dict[int, int] = {}
-        position = 0
-        for flat in self.flats:
-            self._offsets[id(flat)] = position
-            position += len(flat.shards)
-        self._gathers = Gathers(overlap.prefetch, lambda unit: self._note("gather", unit), self._gathered)
-        self._reductions = Reductions(ranks, units, self.lifetime, overlap, self)
-        self._trained = 0
+        self.gathers = Gathers(overlap.prefetch, lambda unit: self.note("gather", unit), self._gathered)
+        self.reductions = Reductions(ranks, units, self.lifetime, overlap, self)
+        self.trained = 0
         """A checksum of which parameters are trained, once that has changed."""
-        self._agreement: Agreement | None = None
-        """What ranks have told each other at the beginning of the backward, not looked at yet."""
+        self.backward = Backward(self)
         again = overlap.reshard_after_forward
         for unit in units:
             unit.keep = not again if again is not None else unit is units[0]
@@ -144,7 +119,7 @@ class Runtime:
         def ready(unit: Unit, flat: FlatParams, index: int) -> None:
             alive = runtime()
             if alive is not None:
-                alive._gradient(unit, flat, index)  # noqa: SLF001
+                alive.backward.gradient(unit, flat, index)
 
         unit.on_gradients(ready, flat, indices)
 
@@ -157,7 +132,7 @@ class Runtime:
         if len(self._calls) == 1 and not unit.pins:
             self._start_forward(number, unit)
         if unit.state is UnitState.SHARDED or unit.stale or unit.gathering:
-            self._gather(unit, UnitState.GATHERED if unit.state is UnitState.SHARDED else unit.state)
+            self.gather(unit, UnitState.GATHERED if unit.state is UnitState.SHARDED else unit.state)
         call.seen_full = unit.full_version()
         if (
             (call.grad or any(outer.grad for outer in self._calls)) and not in_backward() and not unit.pins
@@ -186,7 +161,7 @@ class Runtime:
             self.window.begin_reading(agreements(self.comm) + 1)
         flags = flags_of(flats)
         if self.lifetime.cut:
-            rows = self._agree(replace(event, flags=flags))
+            rows = self.agree(replace(event, flags=flags))
             flags = int(np.bitwise_or.reduce(rows[:, 0]))
         if flags & REPLACED:
             raise_for_replaced(flats)
@@ -196,7 +171,7 @@ class Runtime:
         if flags & TOGGLED:  # last: the flags speak of what was trained until now
             self._follow_toggles()
         if not self.lifetime.release_parameters:
-            self._gathers.begin(self.units)
+            self.gathers.begin(self.units)
 
     def _fill_window(self, window: Window) -> None:
         """Put what the user has changed, beside the optimizer, into the shared parameters."""
@@ -219,7 +194,7 @@ class Runtime:
             for flat in unit.flats:
                 self._hook_gradients(unit, flat, flat.follow())
             unit.count()
-        self._trained = crc32("".join(trained_lines(self.flats)).encode()) >> 1
+        self.trained = crc32("".join(trained_lines(self.flats)).encode()) >> 1
 
     def _after_forward(self, unit: Unit, output: Any) -> Any:
         call = self._leave(unit)
@@ -230,7 +205,7 @@ class Runtime:
         if not failed and call.grad and torch.is_grad_enabled():
             needed |= self._watch_outputs(call, output)
         if not needed:
-            self._reshard(unit, release=not (unit.keep and call.grad and not failed))
+            self.reshard(unit, release=not (unit.keep and call.grad and not failed))
         if not self._calls:
             self._end_forward(call, failed=failed)
         if not failed and self.lifetime.cut and unit.full_version() != call.seen_full:
@@ -245,11 +220,11 @@ class Runtime:
         """End an outermost forward: settle gathers that it did not need, and begin those that backward will."""
         if in_backward():
             return
-        self._gathers.finish(release=True)
+        self.gathers.finish(release=True)
         self.observe("forward", "", self._started)
         if call.grad and not failed and not call.unit.pins and self.lifetime.release_parameters:
-            self._gathers.expect(BACKWARD)
-        self._end_reading(together=not call.grad and not failed)
+            self.gathers.expect(BACKWARD)
+        self.end_reading(together=not call.grad and not failed)
 
     def _forget_interrupted(self, entering: Unit | None = None) -> None:
         """Let go what calls have left that ended by what no hook hears of, such as KeyboardInterrupt."""
@@ -258,11 +233,11 @@ class Runtime:
         outermost = self._calls[0].unit
         if not running(outermost.module, besides=int(entering is outermost)):
             self._calls.clear()
-            self._gathers.finish(release=True)
+            self.gathers.finish(release=True)
             for unit in self.units:
                 if unit.shown:
                     unit.reshard()
-            self._end_reading()
+            self.end_reading()
 
     def _leave(self, unit: Unit) -> Call | None:
         """End the unit's innermost call, and those inside it that never ended; None if its beginning was not seen."""
@@ -280,197 +255,16 @@ class Runtime:
         if self.lifetime.release_parameters:
             found += [*call.added(), *hidden_tensors(unit.own_modules)]
         wanted = {id(tensor): tensor for tensor in found if tensor.requires_grad}
-        seen = self._version(unit)
+        seen = self.version(unit)
         for tensor in wanted.values():
-            tensor.register_hook(lambda _, seen=seen: self._before_backward(call, seen))
+            tensor.register_hook(lambda _, seen=seen: self.backward.enter(call, seen))
         return not wanted and not tensors_in(output) and bool(unit.trainable) and self.lifetime.release_parameters
 
     def _watch_inputs(self, call: Call, args: Any, kwargs: Any) -> None:
         """Release a unit with frozen parameters once backward is through it: their gradients do not tell when."""
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if inputs:
-            torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self._passed(call))
-
-    def _passed(self, call: Call) -> None:
-        if call.backward == self._backward and not call.passed:
-            call.passed = True
-            call.unit.open -= 1
-            self._release_if_done(call.unit)
-
-    def _release_if_done(self, unit: Unit) -> None:
-        if unit.state is UnitState.BACKWARD and unit.missing <= 0 and unit.open <= 0:
-            self._reshard(unit)
-
-    # Backward
-
-    def _before_backward(self, call: Call, seen: int) -> None:
-        unit = call.unit
-        unit.check_unchanged(self._version(unit), seen)
-        if torch.is_grad_enabled() and self.lifetime.release_parameters and not unit.pins:
-            raise ShardError(
-                "second derivatives (create_graph=True) must be taken at stages 0 to 2, or inside "
-                f"`with mpizero.unsharded(model):` (got stage 3): unit {unit.name!r} lets its parameters go"
-            )
-        self._begin_backward()
-        if call.backward != self._backward:
-            call.backward, call.passed = self._backward, False
-            unit.entered += 1
-            unit.open += unit.has_frozen
-            unit.expect_gradients()
-        if unit not in self._entered:
-            if self.lifetime.release_parameters and self.sync:
-                self._reduce_before(unit)
-            self._entered.append(unit)
-        if unit.state is not UnitState.BACKWARD:
-            if self.lifetime.release_parameters:
-                self.check_agreement()
-            self._gather(unit, UnitState.BACKWARD)
-
-    def _begin_backward(self) -> None:
-        """Begin a backward unless it has begun."""
-        if self._end is not None:
-            return
-
-        def end() -> None:
-            self._end_of_backward()
-
-        if self.exact is not None:
-            self.exact.begin_backward(sync=self.sync)
-        self._backward += 1
-        self._began = time.perf_counter()
-        self._end = weakref.ref(end, self._given_up)
-        self._pending = [unit for unit in reversed(self.units) if unit.trainable]
-        self._drop_zeroed()
-        torch.autograd.Variable._execution_engine.queue_callback(end)  # noqa: SLF001
-        del end  # from here on autograd's alone
-        if self.window is not None:
-            self.window.begin_reading(agreements(self.comm) + self.sync)
-        if self.comm.size > 1 and (self.sync or self.lifetime.release_parameters):
-            self._agreement = Agreement(
-                self.comm, Event(kind="backward", grad=self.sync, unit=self._trained), self._names
-            )
-
-    def check_agreement(self) -> None:
-        """Look at what the others said they were beginning, before anything is waited for that depends on it."""
-        if self._agreement is not None:
-            agreement, self._agreement = self._agreement, None
-            agreement.check()
-
-    def _gradient(self, unit: Unit, flat: FlatParams, index: int) -> None:
-        """Take one gradient; when it is the unit's last, release the parameters and reduce what is due."""
-        if torch.is_grad_enabled():  # under create_graph alone
-            with torch.no_grad():
-                self._take(unit, flat, index)
-        else:
-            self._take(unit, flat, index)
-
-    def _take(self, unit: Unit, flat: FlatParams, index: int) -> None:
-        if self._end is None:
-            self._begin_backward()
-        gradients = flat.gradients
-        if gradients is None:
-            return
-        if self.sync and gradients.incoming is None:
-            self._reductions.lend(unit)
-        gradients.keep(index, sync=self.sync)
-        self._used[self._offsets[id(flat)] + index] = USED
-        unit.missing -= 1
-        self._release_if_done(unit)
-        if self.sync and not self.lifetime.release_parameters:
-            while self._pending and self._pending[0].complete:
-                self._reduce(self._pending[0])
-        self._reductions.poll()
-
-    def _reduce_before(self, gathered: Unit) -> None:
-        """Reduce what is due before a unit is gathered in backward. See [Note: order of reductions]."""
-        for unit in list(self._entered):
-            nested = id(gathered.module) in unit.inside or id(unit.module) in gathered.inside
-            if unit in self._pending and not nested and unit.entered >= unit.calls:
-                self._reduce(unit)
-
-    def _reduce(self, unit: Unit) -> None:
-        if unit in self._pending:
-            self._pending.remove(unit)
-        self._note("reduce", unit)
-        self._reductions.start(unit)
-
-    @torch.no_grad()
-    def _end_of_backward(self) -> None:
-        """Release everything, reduce what is left, and give used parameters their gradients."""
-        self._entered.clear()
-        self._gathers.finish(release=True)
-        for unit in self.units:
-            unit.forget_backward()
-            if unit.state is not UnitState.SHARDED or (unit.keep and unit.released):
-                self._reshard(unit)
-        if self.sync:
-            self._reduce_rest()
-        else:
-            for gradients in self._gradients():
-                gradients.hold_place()
-        self.check_agreement()
-        if self.exact is not None:
-            self.exact.end_backward()
-        self._end = None
-        self._end_reading()
-        self.observe("backward", "", self._began)
-
-    def _reduce_rest(self) -> None:
-        """Reduce what backward has not, tell each other what was used, and attach the gradients."""
-        while self._pending:
-            self._reduce(self._pending[0])
-        self._reductions.finish()
-        said = self._what_all_say()
-        if self.exact is not None and (said & LATE).any():
-            raise ShardError(
-                "gradients must be there when their unit is reduced with exact=True (got some that came later, for a "
-                "parameter that several units use): take stages 0 to 2, or node_shared=True"
-            )
-        for gradients in self._gradients():
-            gradients.attach((said[self._span(gradients.flat)] & USED).astype(bool).tolist())
-        late = [
-            unit
-            for unit in reversed(self.units)
-            if any((said[self._span(flat)] & LATE).any() for flat in unit.trainable)
-        ]
-        for unit in late:
-            self._reduce(unit)
-        self._reductions.finish()
-
-    def _what_all_say(self) -> Any:
-        """Return, for every parameter, what any rank says of it, and begin anew."""
-        for gradients in self._gradients():
-            if gradients.incoming is not None:
-                self._used[self._span(gradients.flat)] |= LATE
-        said, self._used = self._used, np.zeros_like(self._used)
-        if self.comm.size > 1:
-            said = np.bitwise_or.reduce(self._agree(Event(kind="end of backward"), said)[:, 1:], axis=0)
-        return said
-
-    def _given_up(self, end: Callable[[], Any]) -> None:
-        """Be told that autograd has dropped its end of a backward, after it or instead of it."""
-        if self._end is end:
-            self._forget_backward()
-
-    def _forget_backward(self) -> None:
-        """Let go what a backward that raised has left, at once: the user sees parameters in its except block."""
-        self._end = self._agreement = None
-        if self.exact is not None:
-            self.exact.stop()
-        self._entered.clear()
-        self._reductions.forget()
-        self._gathers.finish(release=True)
-        for unit in self.units:
-            unit.forget_backward()
-            for gradients in unit.gradients:
-                gradients.forget()
-                kept, span = gradients.kept, self._span(gradients.flat)
-                self._used[span] = [USED if index in kept else 0 for index in range(len(gradients.flat.shards))]
-            if unit.state is not UnitState.SHARDED:
-                unit.reshard()
-        self._end_reading()
-
-    # Steps and other calls
+            torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: self.backward.passed(call))
 
     def before_step(self) -> None:
         """Wait until no rank reads the parameters that the optimizer is about to write."""
@@ -498,8 +292,8 @@ class Runtime:
         """Raise ShardError if `no_sync` has kept back gradients that were not reduced yet."""
         if self.exact is not None:
             self.exact.check_closed(what)
-        self._drop_zeroed()
-        if any(gradients.unsynced is not None for gradients in self._gradients()):
+        self.backward.drop_zeroed()
+        if any(gradients.unsynced is not None for gradients in self.gradients()):
             raise ShardError(
                 f"{what} must follow a backward outside no_sync (got gradients of this rank alone): leave no_sync for "
                 "the last micro-batch"
@@ -507,15 +301,13 @@ class Runtime:
 
     def begin_step(self) -> None:
         """Begin the sum over a step's micro-batches, forgetting what one that was not finished has left."""
-        self._used[:] = 0
-        for gradients in self._gradients():
-            gradients.begin()
+        self.backward.begin_step()
 
     def check_together(self, kind: str) -> None:
         """Agree that all ranks make the call `kind`; see `agree`."""
         self._forget_interrupted()
         if self.comm.size > 1:
-            self._agree(Event(kind=kind))
+            self.agree(Event(kind=kind))
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
@@ -526,12 +318,12 @@ class Runtime:
         try:
             self._refresh(Event(kind="unsharded"))
         except BaseException:
-            self._end_reading()
+            self.end_reading()
             raise
         for unit in self.units:
-            self._gather(unit, UnitState.GATHERED)
+            self.gather(unit, UnitState.GATHERED)
             unit.pins += 1
-        self._gathers.finish(release=False)
+        self.gathers.finish(release=False)
         before = [unit.full_version() for unit in self.units]
         try:
             yield
@@ -539,8 +331,8 @@ class Runtime:
             changed = self.lifetime.cut and before != [unit.full_version() for unit in self.units]
             for unit in self.units:
                 unit.pins -= 1
-                self._reshard(unit)
-            self._end_reading(together=sys.exc_info()[1] is None)
+                self.reshard(unit)
+            self.end_reading(together=sys.exc_info()[1] is None)
             if changed:
                 self.mark_stale()
                 self.mark_stale(trainable=False)
@@ -558,59 +350,54 @@ class Runtime:
     @property
     def room_bytes(self) -> int:
         """Return the bytes of shared memory that this rank's gradients are collected in."""
-        return self._reductions.room_bytes
+        return self.reductions.room_bytes
 
     @property
     def flats(self) -> list[FlatParams]:
         """Return all flat buffers, in the order of the units."""
         return [flat for unit in self.units for flat in unit.flats]
 
-    def _agree(self, event: Event, extra: Any = None) -> Any:
+    def agree(self, event: Event, extra: Any = None) -> Any:
+        """Agree on an event; see `agree.agree`. Collective."""
         start = time.perf_counter()
-        said = agree(self.comm, event, self._names, extra)
+        said = agree(self.comm, event, self.names, extra)
         self.observe("agree", "", start)
         return said
 
-    def _end_reading(self, *, together: bool = False) -> None:
+    def end_reading(self, *, together: bool = False) -> None:
         """Tell the node that this rank reads the shared parameters no longer, unless it does.
 
         Args:
             together: whether to wait for the other ranks where shards are the shared memory itself: what the user may
                 do next, a write in place, would reach them.
         """
-        if self.window is not None and not (self._calls or self._end is not None or self.pinned):
+        if self.window is not None and not (self._calls or self.backward.running or self.pinned):
             self.window.end_reading()
             if together and any(flat.aliased for flat in self.flats):
                 self.window.await_readers(agreements(self.comm))
 
-    def _version(self, unit: Unit) -> int:
+    def version(self, unit: Unit) -> int:
         """Return a number that grows with every change of a unit's values that this rank can know of."""
         return unit.version() + (0 if self.window is None else self.window.generation())
-
-    def _drop_zeroed(self) -> None:
-        for gradients in self._gradients():
-            for index in gradients.drop_zeroed():
-                self._used[self._offsets[id(gradients.flat)] + index] = 0
-
-    def _span(self, flat: FlatParams) -> slice:
-        start = self._offsets[id(flat)]
-        return slice(start, start + len(flat.shards))
 
     def _trainable(self) -> list[FlatParams]:
         return [flat for flat in self.flats if flat.trainable]
 
-    def _gradients(self) -> list[Gradients]:
+    def gradients(self) -> list[Gradients]:
+        """Return the gradients of all flat buffers with something to train."""
         return [gradients for unit in self.units for gradients in unit.gradients]
 
-    def _gather(self, unit: Unit, state: UnitState) -> None:
+    def gather(self, unit: Unit, state: UnitState) -> None:
+        """Have a unit's full parameters there and shown. Collective where they have to be gathered."""
         if not unit.stale:
-            self._note("show", unit)
-        self._gathers.need(unit, BACKWARD if in_backward() else FORWARD)
+            self.note("show", unit)
+        self.gathers.need(unit, BACKWARD if in_backward() else FORWARD)
         unit.show(state)
 
-    def _reshard(self, unit: Unit, *, release: bool = True) -> None:
+    def reshard(self, unit: Unit, *, release: bool = True) -> None:
+        """Show a unit's shards again and, where the stage says so, let its full parameters go."""
         release = release and self.lifetime.release_parameters and not unit.pins
-        self._note("release" if release else "hide", unit)
+        self.note("release" if release else "hide", unit)
         unit.reshard(release=release)
 
     def _refuse_state(self, unit: Unit, call: str, prefix: str) -> None:
@@ -636,7 +423,8 @@ class Runtime:
         if observer is not None:
             observer(Span(kind, unit, start, time.perf_counter() if stop is None else stop, nbytes))
 
-    def _note(self, event: str, unit: Unit) -> None:
+    def note(self, event: str, unit: Unit) -> None:
+        """Tell whoever traces the model of an event."""
         if self.trace is not None:
             self.trace(event, unit.name)
 

@@ -103,8 +103,10 @@ def traced(model):
 
 FORWARD = "gather Net, gather 0, release 0, gather 1, release 1, gather 2, release 2, hide Net"
 BACKWARD = """show Net, gather 2, release 2, reduce 2, gather 1, release 1, reduce 1, gather 0, release 0, reduce 0"""
-AHEAD = "gather Net, gather 0, gather 1, release 0, gather 2, release 1, release 2, hide Net, gather 2"
-BACK = "show Net, gather 1, release 2, reduce 2, gather 0, release 1, reduce 1, release 0, reduce 0"
+AHEAD = """gather Net, gather 0, show 0, gather 1, release 0, show 1, gather 2, release 1, show 2, release 2, hide Net,
+    gather 2"""
+BACK = """show Net, show 2, gather 1, release 2, reduce 2, show 1, gather 0, release 1, reduce 1, show 0, release 0,
+    reduce 0"""
 
 
 def words(text):
@@ -136,7 +138,7 @@ def test_how_much_lives_and_is_under_way(comm, prefetch, again):
     def look(event, unit):
         begun = event == "gather" and unit != "Net"  # not yet there
         gathered.append(begun + sum(any(flat.live for flat in unit.flats) for unit in runtime.units[1:]))
-        reducing.append(len(runtime._reductions._jobs))
+        reducing.append(len(runtime.reductions._jobs))
         assert gathered[-1] <= (UNITS if again is False or comm.size == 1 else 1 + prefetch), (event, unit)
 
     runtime.trace = look
