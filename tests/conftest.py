@@ -12,6 +12,8 @@ HERE = Path(__file__).parent
 RANKED = (HERE / "mpi", HERE / "torch")
 PLUGIN = "mpizero.testing.mpi_pytest"
 NO_TESTS = 5
+FEW = (1, 2, 3, 4)
+"""Numbers of ranks in which the tests of tests/torch run that are not marked otherwise."""
 ALONE = ("tests/test_worlds.py", "tests/cli/test_cluster.py")
 """Files whose tests share something and so run in one worker of pytest-xdist, one after the other."""
 
@@ -30,8 +32,8 @@ def pytest_addoption(parser):
     group = parser.getgroup("mpizero", "tests of mpizero")
     group.addoption("--all", action="store_true", help="run the slow tests too, and products of options in full")
     group.addoption("--ranks", help="numbers of ranks for the tests under MPI, 1,2,3,4,5,7,8 by default")
-    group.addoption("--many-ranks", action="store_true", help="of tests/torch, run the tests marked many_ranks alone")
-    group.addoption("--world-timeout", type=float, default=300.0, help="seconds for all tests at one number of ranks")
+    group.addoption("--thin", type=int, help="of tests/torch, run those alone that are meant for this number of ranks")
+    group.addoption("--world-timeout", type=float, default=500.0, help="seconds for all tests at one number of ranks")
 
 
 @pytest.hookimpl(trylast=True)
@@ -84,8 +86,8 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow: runs with --all"))
-    if config.getoption("--many-ranks"):
-        _keep_many_ranks(config, items)
+    if config.getoption("--thin"):
+        _thin_out(config, items, config.getoption("--thin"))
     worlds = [item for item in items if item.path == HERE / "test_worlds.py"]
     # Last, when the other workers have little left to do: a world takes all cores.
     items.sort(key=worlds.__contains__)
@@ -97,12 +99,17 @@ def pytest_collection_modifyitems(config, items):
     return result
 
 
-def _keep_many_ranks(config, items):
-    """Drop the tests of tests/torch to which a larger number of ranks brings nothing new."""
+def _thin_out(config, items, ranks):
+    """Drop the tests of tests/torch to which this number of ranks brings nothing that another does not."""
     torch = [item for item in items if item.path.is_relative_to(HERE / "torch")]
-    dropped = [item for item in torch if not item.get_closest_marker("many_ranks")]
+    dropped = [item for item in torch if ranks not in _sizes_of(item)]
     items[:] = [item for item in items if item not in dropped]
     config.hook.pytest_deselected(items=dropped)
+
+
+def _sizes_of(item):
+    marker = item.get_closest_marker("sizes")
+    return marker.args if marker else FEW
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Runs tests/mpi and tests/torch in 1, 2, 3, 4, 5, 7 and 8 ranks, each number as one job and one test.
 
-In 5, 7 and 8 ranks, which share the cores of a small machine, tests/torch runs the tests marked `many_ranks` alone,
-unless --all, --ranks, -k or a path asks for more.
+Of tests/torch each number runs the tests that are marked for it (`sizes`; 1 to 4 where nothing is said), unless --all,
+--ranks, -k or a path asks for more.
 """
 
 import subprocess
@@ -14,8 +14,6 @@ ROOT = Path(__file__).parent.parent
 PLUGIN = "mpizero.testing.mpi_pytest"
 SHOWN = 30_000
 RANKS = "1,2,3,4,5,7,8"
-FEW = 4
-"""The largest number of ranks in which every test runs."""
 
 
 def pytest_generate_tests(metafunc):
@@ -27,8 +25,8 @@ def test_world(ranks, selected, thinned, pytestconfig):
     limit = pytestconfig.getoption("--world-timeout")
     line = [sys.executable, "-m", "mpizero.cli.mzrun", "-n", str(ranks), "--timeout", str(limit), "-m", "pytest"]
     line += ["--with-mpi", "-q", "--color=no", "-p", PLUGIN, "-p", "no:cacheprovider", *selected]
-    if ranks > FEW and thinned:
-        line.append("--many-ranks")
+    if thinned:
+        line += ["--thin", str(ranks)]
     with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
         output, _ = job.communicate(timeout=limit + 60)
     if job.returncode != 0:

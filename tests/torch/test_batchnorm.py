@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import mpizero as mz
 from mpizero.errors import ArgumentError, ArgumentTypeError
 
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:stage 3 with one unit")]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3), pytest.mark.filterwarnings("ignore:stage 3 with one unit")]
 
 SHAPES = {nn.BatchNorm1d: (), nn.BatchNorm2d: (4, 3), nn.BatchNorm3d: (2, 1, 3)}
 OPTIONS = [{"affine": False}, {"momentum": None}, {"track_running_stats": False}, {"bias": False}]

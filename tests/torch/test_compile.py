@@ -10,6 +10,7 @@ import mpizero as mz
 from mpizero.shard import runtime_of
 
 pytestmark = [
+    pytest.mark.sizes(2),
     pytest.mark.mpi,
     # torch, compiling, looks at `.grad` of inputs that are no leaves; it warns of itself in a plain model as well.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),

@@ -12,7 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 import mpizero as mz
 from mpizero.errors import ArgumentError, ArgumentTypeError, ShardError
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 
 each_stage = pytest.mark.parametrize("stage", STAGES)
 

@@ -7,7 +7,7 @@ from helpers.small import BF16, STAGES, Net, Unit, batch, close, joined, same_ev
 import mpizero as mz
 from mpizero.errors import ArgumentError, ShardError
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 
 each_stage = pytest.mark.parametrize("stage", STAGES)
 DECAY = 0.75

@@ -14,7 +14,11 @@ from mpizero.errors import ArgumentError, ShardError
 from mpizero.shard import exact_gradients
 from mpizero.testing.models import Block, awkward_model, token_loss, tokens
 
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:stage 3 with one unit")]
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.sizes(1, 2, 4, 8),
+    pytest.mark.filterwarnings("ignore:stage 3 with one unit"),
+]
 
 M = 8
 INTERLEAVED, BLOCKED = "interleaved", "blocked"

@@ -9,7 +9,7 @@ import mpizero as mz
 from mpizero.errors import ArgumentError, ShardError
 from mpizero.shard import runtime_of
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
 
 
 @pytest.mark.parametrize("stage", STAGES)

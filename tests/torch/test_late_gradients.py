@@ -7,7 +7,7 @@ from torch import nn
 
 import mpizero as mz
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 
 
 class Skip(nn.Module):

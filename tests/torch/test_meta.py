@@ -12,7 +12,7 @@ import mpizero as mz
 from mpizero.errors import ArgumentError
 from mpizero.shard.flat import FlatParams
 
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:stage 3 with one unit")]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3), pytest.mark.filterwarnings("ignore:stage 3 with one unit")]
 
 
 class Rotary(nn.Module):

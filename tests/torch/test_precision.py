@@ -8,7 +8,7 @@ from torch import nn
 import mpizero as mz
 from mpizero.shard import runtime_of
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3)]
 
 PLACES = [(0, None), (1, None), (2, False), (3, None), (3, False)]
 """Stages, and whether a node shares the parameters."""

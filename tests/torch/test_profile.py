@@ -10,7 +10,7 @@ from helpers.small import STAGES, Net, Unit, batch, seeded, train
 import mpizero as mz
 from mpizero.shard import runtime_of
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
 
 STEPS = 2
 

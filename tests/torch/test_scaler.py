@@ -11,7 +11,7 @@ from torch import nn
 import mpizero as mz
 from mpizero.errors import ShardError
 
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:stage 3 with one unit")]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3), pytest.mark.filterwarnings("ignore:stage 3 with one unit")]
 
 STEPS = 3
 FP16 = mz.Precision(param=torch.float16)

@@ -11,7 +11,7 @@ from torch import nn
 
 import mpizero as mz
 
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:stage 3 with one unit")]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2), pytest.mark.filterwarnings("ignore:stage 3 with one unit")]
 
 PAGE = Path(__file__).parents[2] / "docs" / "sharp-bits.md"
 EXAMPLES = re.findall(r"\*\*([^*]+?)\.?\*\*(?:(?!\n\*\*).)*?\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

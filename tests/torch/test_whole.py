@@ -8,7 +8,7 @@ from torch import nn
 import mpizero as mz
 from mpizero.errors import ArgumentError, ArgumentTypeError, ShardError
 
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:stage 3 with one unit")]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3), pytest.mark.filterwarnings("ignore:stage 3 with one unit")]
 
 CASES = [*((stage, None) for stage in STAGES), (3, False), ("HYBRID_SHARD", None)]
 each_case = pytest.mark.parametrize(("stage", "node_shared"), CASES)

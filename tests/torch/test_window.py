@@ -13,7 +13,7 @@ import mpizero as mz
 from mpizero.errors import ArgumentError, ShardError
 from mpizero.shard import runtime_of
 
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:stage 3 with one unit")]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 4), pytest.mark.filterwarnings("ignore:stage 3 with one unit")]
 
 PAUSE = 0.03
 """Seconds in which a rank that waits for nobody would be far ahead."""
