@@ -20,7 +20,7 @@ __all__ = ["live_bytes", "over_formula"]
 
 @contextmanager
 def live_bytes() -> Iterator[Callable[[], int]]:
-    """Measure the bytes of all torch storages that are made inside a `with` block and are still alive.
+    """Measure the bytes of all torch storages in host memory that are made inside a `with` block and are still alive.
 
     Yields:
         A function of no arguments that returns them: each storage once, whoever holds it, so that nothing the model
@@ -58,7 +58,7 @@ def over_formula(model: nn.Module, optimizer: torch.optim.Optimizer | None = Non
 def _measure() -> int:
     found = {}
     for item in gc.get_objects():
-        if issubclass(type(item), torch.Tensor):
+        if issubclass(type(item), torch.Tensor) and item.device.type == "cpu":
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  (torch documents no public name for it)
                 storage = item.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()

@@ -4,12 +4,12 @@ import gc
 
 import pytest
 import torch
-from helpers.memory import counting
 from torch import nn
 
 import mpizero as mz
 from mpizero.plan import model_state_bytes
 from mpizero.shard import runtime_of
+from mpizero.testing.memory import live_bytes
 
 pytestmark = pytest.mark.mpi
 
@@ -34,7 +34,7 @@ class Tower(nn.Module):
 @pytest.fixture
 def held():
     """A function that returns the bytes of all torch storages made in the test that are alive."""
-    with counting() as measure:
+    with live_bytes() as measure:
         yield measure
 
 

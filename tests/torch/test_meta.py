@@ -4,13 +4,13 @@ import gc
 
 import pytest
 import torch
-from helpers.memory import counting
 from helpers.small import STAGES, Net, Unit, batch, seeded
 from torch import nn
 
 import mpizero as mz
 from mpizero.errors import ArgumentError
 from mpizero.shard.flat import FlatParams
+from mpizero.testing.memory import live_bytes
 
 pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3), pytest.mark.filterwarnings("ignore:stage 3 with one unit")]
 
@@ -171,7 +171,7 @@ def test_peak_is_the_shards_and_one_unit(world, monkeypatch):
     def tower():
         return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(units)))
 
-    with counting() as held:
+    with live_bytes() as held:
 
         def measured(module):
             module.reset_parameters()
