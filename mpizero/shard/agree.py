@@ -48,30 +48,26 @@ def agreements(comm: Any) -> int:
 
 
 class Agreement:
-    """Be an exchange of events that is under way."""
+    """Be an exchange of events that is under way: 20 bytes per rank."""
 
-    def __init__(self, comm: Any, event: Event, names: list[str], extra: np.ndarray[Any, Any] | None = None) -> None:
+    def __init__(self, comm: Any, event: Event, names: list[str]) -> None:
         """Send this rank's event; see `agree`."""
-        self._size, self._names = comm.size, names
+        self._comm, self._names = comm, names
         comm.notes[COUNT] = agreements(comm) + 1
-        tail = np.zeros(0, np.uint8) if extra is None else extra
-        head = np.array([*event.code(), event.flags], np.int32).view(np.uint8)
-        self._head = len(head)
-        self._mine = np.concatenate([head, tail])
-        way = "direct" if getattr(comm, "board", None) is None else "loads"
-        self._work = all_gather(self._mine, comm, algorithm=way, async_op=True)
+        self._mine = np.array([*event.code(), event.flags], np.int32).view(np.uint8)
+        self._work = all_gather(self._mine, comm, algorithm=_way(comm), async_op=True)
 
     def check(self) -> np.ndarray[Any, Any]:
-        """Wait for all ranks' events; return and raise as `agree` does."""
-        table = self._work.wait().reshape(self._size, -1)
-        heads = np.ascontiguousarray(table[:, : self._head]).view(np.int32)
+        """Wait for all ranks' events; return their flags, and raise as `agree` does."""
+        table = self._work.wait().reshape(self._comm.size, -1)
+        heads = np.ascontiguousarray(table).view(np.int32)
         if (heads[:, :-1] != heads[0, :-1]).any():
             calls = "; ".join(f"rank {rank}: {_describe(row, self._names)}" for rank, row in enumerate(heads.tolist()))
             raise ShardError(
                 f"all ranks must make the same call on a sharded model (got {calls}): to run the model on some ranks "
                 "only, do it inside `with mpizero.unsharded(model):`, entered by all ranks"
             )
-        return np.concatenate([heads[:, -1:].astype(np.uint8), table[:, self._head :]], axis=1)
+        return heads[:, -1:].astype(np.uint8)
 
 
 def agree(comm: Any, event: Event, names: list[str], extra: np.ndarray[Any, Any] | None = None) -> np.ndarray[Any, Any]:
@@ -86,7 +82,15 @@ def agree(comm: Any, event: Event, names: list[str], extra: np.ndarray[Any, Any]
     Raises:
         ShardError: on every rank, if the ranks are not about to do the same.
     """
-    return Agreement(comm, event, names, extra).check()
+    flags = Agreement(comm, event, names).check()
+    if extra is None:
+        return flags
+    # Apart from the events, which are of one size, so that ranks of different minds can be told what each one called.
+    return np.concatenate([flags, all_gather(extra, comm, algorithm=_way(comm)).reshape(comm.size, -1)], axis=1)
+
+
+def _way(comm: Any) -> str:
+    return "direct" if getattr(comm, "board", None) is None else "loads"
 
 
 def check_same(comm: Any, lines: list[str], what: str = "model and options") -> None:

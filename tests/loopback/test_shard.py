@@ -224,7 +224,7 @@ def expected_step(ranks, rank, stage, *, lengths, width, params):
     gathers = {0: 0, 1: 1, 2: 1, 3: 2}[stage]
     calls = [("all_gather", length, width) for length in lengths] * gathers
     calls += [("all_reduce" if stage == 0 else "reduce_scatter", length, width) for length in lengths]
-    records = [RECORD, RECORD + params] + ([RECORD] if stage else [])  # backward, its end, forward
+    records = [RECORD, RECORD, params] + ([RECORD] if stage else [])  # backward, its end, forward
     calls += [("all_gather", record * ranks, 1) for record in records]
     messages = size = 0
     for operation, length, itemsize in calls:

@@ -197,6 +197,7 @@ def test_evaluation_on_rank_0_alone_meets_another_call(world, stage):
 CALLS = {
     "full_parameters": mz.full_parameters,
     "unsharded": lambda model: mz.unsharded(model).__enter__(),
+    "clip_grad_norm_": lambda model: mz.clip_grad_norm_(model, 1.0),
 }
 
 

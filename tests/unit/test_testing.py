@@ -121,7 +121,7 @@ def test_counts_are_those_of_the_theory(stage, precision):
         moved = counts.moved
         assert (counts.gathers, counts.reductions) == (theory.gathers, theory.reductions)
         params = len(list(model.parameters()))  # frozen ones may be unfrozen
-        theory = theory.with_agreements([RECORD, RECORD + params] + [RECORD] * (stage > 0))
+        theory = theory.with_agreements([RECORD, RECORD, params] + [RECORD] * (stage > 0))
         assert (moved.messages_sent, moved.bytes_sent) == (theory.messages(comm.rank), theory.nbytes(comm.rank))
         return theory, moved
 
