@@ -94,16 +94,17 @@ def _draw_hidden(axis: Any, found: dict, _result: dict) -> None:
     exposed = [max(row["step_ms"] - row["compute_ms"], 0) for row in rows]
     concealed = [max(row["communication_ms"] - more, 0) for row, more in zip(rows, exposed, strict=True)]
     base = [row["compute_ms"] for row in rows]
-    axis.bar(stages, base, color=FLOOR, label="compute alone", width=0.6)
-    axis.bar(stages, exposed, bottom=base, color=BAR, label="communication that shows", width=0.6)
+    places = range(len(stages))
+    axis.bar(places, base, color=FLOOR, label="compute alone", width=0.6)
+    axis.bar(places, exposed, bottom=base, color=BAR, label="communication that shows", width=0.6)
     top = [one + more for one, more in zip(base, exposed, strict=True)]
-    axis.bar(stages, concealed, bottom=top, color="#dbe9ee", edgecolor=OURS, linewidth=0.7, linestyle="--",
+    axis.bar(places, concealed, bottom=top, color="#dbe9ee", edgecolor=OURS, linewidth=0.7, linestyle="--",
              label="communication that is hidden", width=0.6)  # fmt: skip
     for place, (row, under, more) in enumerate(zip(rows, top, concealed, strict=True)):
         text = f"{row['share']:.0%} hidden\n{row['rate_mbit']} Mbit/s"
         axis.text(place, under + more, text, ha="center", va="bottom", fontsize=8)
     axis.set_ylim(0, 1.5 * max(one + more for one, more in zip(top, concealed, strict=True)))
-    axis.set_xticks(range(len(stages)), [f"stage {stage}" for stage in stages], fontsize=8)
+    axis.set_xticks(places, [f"stage {stage}" for stage in stages], fontsize=8)
     axis.set_title("2 hosts, batch 4, links on which communication alone takes as long as compute", fontsize=10)
     axis.set_ylabel("ms")
     axis.legend(fontsize=7, frameon=False, loc="upper left", ncols=3, columnspacing=1)

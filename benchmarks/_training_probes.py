@@ -20,7 +20,8 @@ from _training_models import Block, Chain, about, adamw, batches, gpt, stepper, 
 from _training_steps import Place, series, timed, where, write
 
 import mpizero as mz
-from mpizero.plan import STAGES, sent_per_step
+from mpizero.plan import STAGES
+from mpizero.testing.counts import theory_of
 
 BATCH = 4
 HIDDEN_STAGES = (0, 2, 3)
@@ -110,8 +111,6 @@ def traffic(place: Place, shape: str) -> dict:
     rows = []
     for stage in STAGES:
         model = gpt(shape)
-        numel = sum(parameter.numel() for parameter in model.parameters())
-        padded = sum(unit_lengths(model, place.size))
         mz.shard(model, stage=stage, units={Block})
         step = stepper(model, adamw(model.parameters()))
         data = batches(shape, 1, place.rank)
@@ -123,11 +122,8 @@ def traffic(place: Place, shape: str) -> dict:
         moved = mz.stats(model).since(before)
         names = ("bytes_sent", "bytes_loaded", "messages_sent")
         row = {name: getattr(moved, name) / STEPS_OF_BYTES for name in names}
-        theory = {
-            "theory": sent_per_step(numel, place.size, stage),
-            "counted": sent_per_step(padded, place.size, stage),
-        }
-        rows.append({"stage": stage, **row, **theory})
+        theory = theory_of(model)
+        rows.append({"stage": stage, **row, "theory": theory.formula, "counted": theory.nbytes(place.rank)})
     return {"rows": rows}
 
 

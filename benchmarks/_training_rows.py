@@ -145,7 +145,8 @@ def traffic(jobs: Jobs) -> tuple[list[Figure], dict]:
     parts = [f"stage {row['stage']} {row['bytes_sent'] - row['counted']:+.0f} B" for row in sent[0]]
     detail = "beyond the builders' counts for padded units: " + ", ".join(parts)
     if loaded:
-        parts = [f"stage {row['stage']} {row['bytes_loaded'] / row['theory']:.2f}" for row in loaded[0]]
+        pairs = zip(loaded[0], sent[0], strict=True)
+        parts = [f"stage {row['stage']} {row['bytes_loaded'] / other['theory']:.2f}" for row, other in pairs]
         detail += "; loaded on one host over the same theory: " + ", ".join(parts)
     return [want.got([max(off)], 0.0, detail=detail)], {"messages": sent[0], "loads": loaded[0] if loaded else []}
 
