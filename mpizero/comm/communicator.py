@@ -206,7 +206,7 @@ class Communicator:
         if self.closed:
             raise CollectiveError(f"{what}: the communicator must be open (got a closed one): make a new one")
         failure = self._queue.failure
-        got = "one that was given up by an error, a time-out or a signal" if failure is None else str(failure)
+        got = "one that was given up " + ("by an error, a time-out or a signal" if failure is None else f"as {failure}")
         raise CollectiveError(
             f"{what}: the communicator must have finished its earlier collectives (got {got}): its messages no longer "
             "match those of the other ranks, end the job"

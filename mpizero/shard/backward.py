@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -26,8 +26,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mpizero.shard.calls import Call
+    from mpizero.shard.exact import Course
     from mpizero.shard.flat import FlatParams
-    from mpizero.shard.runtime import Runtime
+    from mpizero.shard.gathers import Gathers
+    from mpizero.shard.gradients import Buffer, Gradients
+    from mpizero.shard.policy import Lifetime
+    from mpizero.shard.reductions import Reductions
+    from mpizero.shard.window import Window
 
 __all__ = ["Backward"]
 
@@ -35,12 +40,62 @@ USED, LATE = 1, 2
 """What a rank says of a parameter at the end of a backward, as bits."""
 
 
+class Driver(Protocol):
+    """Be the runtime whose backwards these are; see `Runtime`."""
+
+    units: list[Unit]
+    names: list[str]
+    comm: Any
+    lifetime: Lifetime
+    window: Window | None
+    exact: Course | None
+    sync: bool
+    trained: int
+
+    @property
+    def flats(self) -> list[FlatParams]:
+        """Return all flat buffers."""
+        ...
+
+    def gradients(self) -> list[Gradients]:
+        """Return the gradients of all flat buffers with something to train."""
+        ...
+
+    def version(self, unit: Unit) -> int:
+        """Return a number that grows with every change of a unit's values."""
+        ...
+
+    def gather(self, unit: Unit, state: UnitState) -> None:
+        """Have a unit's full parameters there and shown."""
+        ...
+
+    def reshard(self, unit: Unit, *, release: bool = True) -> None:
+        """Show a unit's shards again."""
+        ...
+
+    def agree(self, event: Event, extra: Any = None) -> Any:
+        """Agree on an event."""
+        ...
+
+    def end_reading(self, *, together: bool = False) -> None:
+        """Tell the node that this rank reads the shared parameters no longer."""
+        ...
+
+    def observe(self, kind: str, unit: str, start: float, stop: float | None = None, nbytes: int = 0) -> None:
+        """Tell the profile of something that took time."""
+        ...
+
+    def note(self, event: str, unit: Unit) -> None:
+        """Tell whoever traces the model of an event."""
+        ...
+
+
 class Backward:
     """Drive the units of one model through its backwards."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Driver, gathers: Gathers, reductions: Reductions) -> None:
         """Know the model's units; none has been entered."""
-        self._runtime = runtime
+        self._runtime, self._gathers, self._reductions = runtime, gathers, reductions
         self._number = 0
         """The number of the latest backward."""
         self._end: Callable[[], Any] | None = None
@@ -134,7 +189,7 @@ class Backward:
         if gradients is None:
             return
         if self._runtime.sync and gradients.incoming is None:
-            self._runtime.reductions.lend(unit)
+            self._reductions.lend(unit)
         gradients.keep(index, sync=self._runtime.sync)
         self._used[self._offsets[id(flat)] + index] = USED
         unit.missing -= 1
@@ -142,7 +197,7 @@ class Backward:
         if self._runtime.sync and not self._runtime.lifetime.release_parameters:
             while self._pending and self._pending[0].complete:
                 self._reduce(self._pending[0])
-        self._runtime.reductions.poll()
+        self._reductions.poll()
 
     def _reduce_before(self, gathered: Unit) -> None:
         """Reduce what is due before a unit is gathered in backward. See [Note: order of reductions]."""
@@ -155,13 +210,13 @@ class Backward:
         if unit in self._pending:
             self._pending.remove(unit)
         self._runtime.note("reduce", unit)
-        self._runtime.reductions.start(unit)
+        self._reductions.start(unit)
 
     @torch.no_grad()
     def _finish(self) -> None:
         """Release everything, reduce what is left, and give used parameters their gradients."""
         self._entered.clear()
-        self._runtime.gathers.finish(release=True)
+        self._gathers.finish(release=True)
         for unit in self._runtime.units:
             unit.forget_backward()
             if unit.state is not UnitState.SHARDED or (unit.keep and unit.released):
@@ -182,7 +237,7 @@ class Backward:
         """Reduce what backward has not, tell each other what was used, and attach the gradients."""
         while self._pending:
             self._reduce(self._pending[0])
-        self._runtime.reductions.finish()
+        self._reductions.finish()
         said = self._what_all_say()
         if self._runtime.exact is not None and (said & LATE).any():
             raise ShardError(
@@ -198,7 +253,7 @@ class Backward:
         ]
         for unit in late:
             self._reduce(unit)
-        self._runtime.reductions.finish()
+        self._reductions.finish()
 
     def _what_all_say(self) -> Any:
         """Return, for every parameter, what any rank says of it, and begin anew."""
@@ -221,8 +276,8 @@ class Backward:
         if self._runtime.exact is not None:
             self._runtime.exact.stop()
         self._entered.clear()
-        self._runtime.reductions.forget()
-        self._runtime.gathers.finish(release=True)
+        self._reductions.forget()
+        self._gathers.finish(release=True)
         for unit in self._runtime.units:
             unit.forget_backward()
             for gradients in unit.gradients:
@@ -258,6 +313,6 @@ class Backward:
             for index in gradients.drop_zeroed():
                 self._used[self._offsets[id(gradients.flat)] + index] = 0
 
-    def _span(self, flat: FlatParams) -> slice:
+    def _span(self, flat: Buffer) -> slice:
         start = self._offsets[id(flat)]
         return slice(start, start + len(flat.shards))

@@ -11,7 +11,8 @@ from torch import nn
 
 from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
 from mpizero.plan import layout_of
-from mpizero.shard.flat import FlatParams, Member, dtypes_of
+from mpizero.shard.flat import FlatParams, dtypes_of
+from mpizero.shard.member import Member
 from mpizero.shard.policy import ModuleRule
 from mpizero.shard.unit import Unit
 

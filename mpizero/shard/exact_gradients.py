@@ -17,7 +17,7 @@ from mpizero.errors import ShardError
 from mpizero.shard.gradients import Gradients
 
 if TYPE_CHECKING:
-    from mpizero.shard.flat import FlatParams
+    from mpizero.shard.gradients import Buffer
 
 __all__ = ["ExactGradients", "TreeSum"]
 
@@ -55,7 +55,7 @@ class ExactGradients(Gradients):
     of micro-batches, after the last of them.
     """
 
-    def __init__(self, flat: FlatParams, reduce_dtype: torch.dtype, accumulator: Tensor) -> None:
+    def __init__(self, flat: Buffer, reduce_dtype: torch.dtype, accumulator: Tensor) -> None:
         """Start without gradients; see `Gradients`."""
         super().__init__(flat, reduce_dtype, accumulator)
         assert flat.lifetime.exact is not None  # noqa: S101  (who makes these asks for it)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,34 +15,14 @@ from mpizero.shard.gradients import Gradients
 
 if TYPE_CHECKING:
     from mpizero.comm import Work
+    from mpizero.shard.member import Member
     from mpizero.shard.meta import MetaModel
     from mpizero.shard.policy import Lifetime, Precision, Ranks
     from mpizero.shard.window import Window
 
-__all__ = ["FlatParams", "Member", "dtypes_of"]
+__all__ = ["FlatParams", "dtypes_of"]
 
 _HALF = (torch.bfloat16, torch.float16)
-
-
-@dataclass(kw_only=True)
-class Member:
-    """Hold one parameter of a unit, by all the names that it has."""
-
-    names: list[str]
-    """Fully qualified; more than one where modules share the parameter."""
-    places: list[tuple[nn.Module, str]] = field(repr=False)
-    """The modules, and the attribute of each, that hold it."""
-    original: nn.Parameter = field(repr=False)
-    """The parameter as it was before; without its memory once its values are taken over."""
-    keeps: bool = False
-    """Whether it is computed with in its own dtype, whatever `Precision.param` says."""
-    caches: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
-    """Lists and dicts of the modules' own that hold it too, with its index or key."""
-
-    def let_go(self) -> None:
-        """Mark the original as replaced, for optimizers that hold it, and drop it: it is as large as the model."""
-        self.original._mpizero_replaced = self.names[0]  # type: ignore[attr-defined]  # noqa: SLF001
-        self.original = nn.Parameter(torch.empty(0), requires_grad=False)
 
 
 class FlatParams:

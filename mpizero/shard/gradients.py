@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -19,15 +19,36 @@ from torch import Tensor
 from mpizero.shard.clipping import MARK
 
 if TYPE_CHECKING:
-    from mpizero.shard.flat import FlatParams
+    from torch import nn
 
-__all__ = ["Gradients"]
+    from mpizero.plan import Layout
+    from mpizero.shard.member import Member
+    from mpizero.shard.policy import Lifetime
+
+__all__ = ["Buffer", "Gradients"]
+
+
+class Buffer(Protocol):
+    """Be the flat buffer whose gradients are taken; see `FlatParams`."""
+
+    members: list[Member]
+    layout: Layout
+    lifetime: Lifetime
+    label: str
+    number: int
+    trained: set[int]
+    full_params: list[nn.Parameter]
+    shards: list[nn.Parameter]
+
+    def piece_of(self, shard: Tensor, index: int, rank: int | None = None) -> Tensor:
+        """Return the part of a parameter that lies in a shard-sized buffer."""
+        ...
 
 
 class Gradients:
     """Take the gradients of a flat buffer's full parameters, and give its shards the reduced ones."""
 
-    def __init__(self, flat: FlatParams, reduce_dtype: torch.dtype, accumulator: Tensor) -> None:
+    def __init__(self, flat: Buffer, reduce_dtype: torch.dtype, accumulator: Tensor) -> None:
         """Start without gradients.
 
         Args:

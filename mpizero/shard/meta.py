@@ -23,7 +23,7 @@ from mpizero.shard.agree import gather_texts
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from mpizero.shard.flat import Member
+    from mpizero.shard.member import Member
 
 __all__ = ["MetaModel"]
 

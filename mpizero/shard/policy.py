@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
 from mpizero.plan import check_stage
-
-if TYPE_CHECKING:
-    from mpizero.shard.exact import Course
 
 __all__ = [
     "FULL_SHARD",
@@ -92,7 +89,7 @@ class Lifetime:
     """Whether full parameters live from a unit's gather to its release, or always."""
     shared: bool = False
     """Whether the ranks of the node hold one copy of the full parameters together, which then lives always."""
-    exact: Course | None = None
+    exact: Any = None
     """Where the sum over micro-batches stands, if its order does not depend on the number of ranks; see `exact`."""
 
 
@@ -170,7 +167,7 @@ def ranks_of(comm: Any, stage: int, group: Any, *, hybrid: bool) -> tuple[Ranks,
     return Ranks(everyone=comm, group=group, replicas=comm.split(group.rank, comm.rank)), stage
 
 
-def lifetime_of(stage: int, ranks: int, *, shared: bool = False, exact: Course | None = None) -> Lifetime:
+def lifetime_of(stage: int, ranks: int, *, shared: bool = False, exact: Any = None) -> Lifetime:
     """Return a stage's lifetimes; on one rank nothing is cut and nothing is released.
 
     Args:

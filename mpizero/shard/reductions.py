@@ -20,10 +20,11 @@ from torch import Tensor
 from mpizero.collectives import all_reduce, empty, reduce_scatter
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mpizero.comm import Work
     from mpizero.shard.gradients import Gradients
     from mpizero.shard.policy import Lifetime, Overlap, Ranks
-    from mpizero.shard.runtime import Runtime
     from mpizero.shard.unit import Unit
 
 __all__ = ["Reductions"]
@@ -55,17 +56,25 @@ class _Job:
 class Reductions:
     """Run the reductions of one model in the order in which they are started, at most `AT_ONCE` ahead."""
 
-    def __init__(self, ranks: Ranks, units: list[Unit], lifetime: Lifetime, overlap: Overlap, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        units: list[Unit],
+        policy: tuple[Lifetime, Overlap],
+        before_wait: Callable[[], None],
+        observe: Callable[..., None],
+    ) -> None:
         """Make room where ranks share memory. Collective.
 
         Args:
             ranks: who averages gradients.
             units: the model's, the root first.
-            lifetime: what the stage means.
-            overlap: the user's choice.
-            runtime: asked to look at what ranks have agreed on before this one waits, and told what took time.
+            policy: what the stage means, and what the user chose.
+            before_wait: called before this rank waits for others.
+            observe: told what took time; see `Runtime.observe`.
         """
-        self._runtime = runtime
+        self._before_wait, self._tell = before_wait, observe
+        lifetime, overlap = policy
         self.ranks, self.lifetime, self.bucket_bytes = ranks, lifetime, overlap.bucket_bytes
         self._jobs: deque[_Job] = deque()
         self._held: list[Unit] = []
@@ -192,7 +201,7 @@ class Reductions:
                 job.second = all_reduce(job.part, replicas, order="canonical", async_op=True)
 
     def _finish_first(self) -> None:
-        self._runtime.backward.check_agreement()
+        self._before_wait()
         job = self._jobs.popleft()
         start = time.perf_counter()
         part = job.part if job.work is None else job.work.wait()
@@ -217,9 +226,9 @@ class Reductions:
         last = job.second or job.work
         if last is None:
             return
-        self._runtime.observe("wait", job.units[0].name, start)
+        self._tell("wait", job.units[0].name, start)
         for unit in job.units:
-            self._runtime.observe("reduce", unit.name, job.began, last.ended, unit.gradient_bytes)
+            self._tell("reduce", unit.name, job.began, last.ended, unit.gradient_bytes)
 
 
 def _pack(members: list[Gradients], totals: list[Tensor]) -> Tensor:

@@ -37,6 +37,7 @@ from mpizero.shard.unit import Unit, UnitState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from mpizero.shard.exact import Course
     from mpizero.shard.flat import FlatParams
     from mpizero.shard.gradients import Gradients
     from mpizero.shard.policy import Lifetime, Overlap, Precision, Ranks
@@ -69,7 +70,7 @@ class Runtime:
         self.model, self.units, self.ranks, self.window = model, units, ranks, window
         self.comm, self.replicas = ranks.everyone, ranks.replicas
         self.lifetime, self.precision, overlap = policy
-        self.exact = self.lifetime.exact
+        self.exact: Course | None = self.lifetime.exact
         self.ignored: list[tuple[str, nn.Parameter]] = []
         """Parameters that are neither sharded nor reduced, by name."""
         self.sync = True
@@ -83,10 +84,10 @@ class Runtime:
         self._calls: list[Call] = []
         """The forward calls that have begun and not ended, outermost first."""
         self.gathers = Gathers(overlap.prefetch, lambda unit: self.note("gather", unit), self._gathered)
-        self.reductions = Reductions(ranks, units, self.lifetime, overlap, self)
+        self.reductions = Reductions(ranks, units, (self.lifetime, overlap), self._check_agreement, self.observe)
         self.trained = 0
         """A checksum of which parameters are trained, once that has changed."""
-        self.backward = Backward(self)
+        self.backward = Backward(self, self.gathers, self.reductions)
         again = overlap.reshard_after_forward
         for unit in units:
             unit.keep = not again if again is not None else unit is units[0]
@@ -346,6 +347,9 @@ class Runtime:
     def pinned(self) -> bool:
         """Return whether full parameters are held by `unsharded`."""
         return any(unit.pins for unit in self.units)
+
+    def _check_agreement(self) -> None:
+        self.backward.check_agreement()
 
     @property
     def room_bytes(self) -> int:
