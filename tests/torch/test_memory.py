@@ -61,7 +61,7 @@ def test_state_between_steps_is_the_formulas(world, held, stage, precision):
         step(model, optimizer, x)
     gc.collect()
     room = mz.memory_report(model).room
-    assert room in {0, 3 * (WIDTH + 1) * WIDTH * x.element_size()}
+    assert room == 0 or room == pytest.approx(3 * (WIDTH + 1) * WIDTH * x.element_size(), rel=0.01)
     measured = held() - room
     numel = (UNITS + 1) * (WIDTH + 1) * WIDTH
     formula = model_state_bytes(numel, world.size, stage, working_bytes=x.element_size())
@@ -126,7 +126,8 @@ def test_a_node_holds_one_copy_of_the_parameters(world, held, stage, precision):
         assert held() - report.room - window == pytest.approx(formula.total - formula.parameters, rel=0.02)
         assert report.measured.parameters == pytest.approx(window / world.size, rel=0.02)
         assert report.measured.total == pytest.approx(formula.total, rel=0.02)
-        assert report.formula == formula
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert getattr(report.formula, kind) == pytest.approx(getattr(formula, kind))
 
 
 def test_no_sync_costs_one_full_gradient(world, held):
