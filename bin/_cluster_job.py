@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from _cluster_net import INTERFACE, end
-from _cluster_state import Cluster, ClusterError, folder
+from _cluster_state import Cluster, ClusterError, folder, locked, read
 
 from mpizero.errors import must_be
 
@@ -140,13 +140,27 @@ def run(cluster: Cluster, job: Job) -> int:
     if shutil.which(job.program[0], path=variables["PATH"]) is None:
         raise ClusterError(must_be("the program", "a command that is found", job.program[0]))
     agent = folder(cluster.name) / "agent"
-    with tempfile.NamedTemporaryFile("w", dir=agent.parent, prefix="ranks-") as file:
+    with tempfile.NamedTemporaryFile("w", dir=agent.parent, prefix="ranks-", delete=False) as file:
         file.writelines(f"{cluster.host(host)}\n" for host in job.ranks)
-        file.flush()
+    try:
         line = [str(mpirun), "--prtemca", "plm_ssh_agent", str(agent), "--allow-run-as-root", "--bind-to", "none"]
         line += ["--hostfile", file.name, "--map-by", "seq:OVERSUBSCRIBE", "-n", str(len(job.ranks)), *job.program]
         first = cluster.host(job.ranks[0])
-        return _watch([str(agent), first, f"exec {shlex.join(line)}"], variables, job.timeout)
+        code = _watch([str(agent), first, f"exec {shlex.join(line)}"], variables, job.timeout)
+    finally:
+        Path(file.name).unlink(missing_ok=True)
+    return _code_of(code, cluster)
+
+
+def _code_of(code: int, cluster: Cluster) -> int:
+    """Return a job's exit code; 1 where mpirun says 0 because its hosts were taken away under it."""
+    if code == 0:
+        with locked(cluster.name):  # whoever removes them holds it until they are gone
+            gone = read(cluster.name) is None
+        if gone:
+            print(f"bin/cluster run: the hosts of {cluster.name} were removed while the job ran", file=sys.stderr)
+            return 1
+    return code
 
 
 def environment(variables: Mapping[str, str], mpirun: Path) -> dict[str, str]:
