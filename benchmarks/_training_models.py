@@ -12,10 +12,9 @@ from torch import nn
 
 from mpizero import __version__
 from mpizero.comm.launch import cores
-from mpizero.plan import layout_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from train_gpt import GPT, Block
+from train_gpt import GPT, Block  # noqa: F401
 
 LEARNING_RATE = 1e-3
 
@@ -44,7 +43,7 @@ def gpt(name: str) -> GPT:
     """Return the GPT of a shape, the same on all ranks."""
     shape = SHAPES[name]
     torch.manual_seed(0)
-    return GPT(dim=shape.dim, heads=shape.heads, layers=shape.layers, length=max(shape.length, 16))
+    return GPT(dim=shape.dim, heads=shape.heads, layers=shape.layers, length=shape.length)
 
 
 def batches(name: str, size: int, rank: int, count: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -70,14 +69,6 @@ def stepper(model, optimizer):
         return loss
 
     return step
-
-
-def unit_lengths(model: nn.Module, ranks: int) -> list[int]:
-    """Return the elements of each unit's flat buffer, padding included: the root's, then each block's."""
-    blocks = [module for module in model.modules() if isinstance(module, Block)]
-    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
-    units = [[p for p in model.parameters() if id(p) not in inside], *(list(block.parameters()) for block in blocks)]
-    return [layout_of([("", tuple(p.shape)) for p in unit], ranks).length for unit in units]
 
 
 class Chain(nn.Module):

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-from _training_models import Block, Chain, about, adamw, batches, gpt, stepper, unit_lengths
+from _training_models import Block, Chain, about, adamw, batches, gpt, stepper
 from _training_steps import Place, series, timed, where, write
 
 import mpizero as mz
@@ -31,22 +31,25 @@ STEPS_OF_BYTES = 4
 
 def calibrate(place: Place, shape: str) -> dict:
     """Measure what the rate of the links is to be chosen by."""
-    model = gpt(shape)
-    lengths = unit_lengths(model, place.size)
-    found = {str(stage): communication(stage, lengths, 2) for stage in HIDDEN_STAGES}
-    return {"compute_ms": computed(model, shape, place, 3), "communication_ms": found}
+    found = {str(stage): communication(sharded(shape, stage), 2) for stage in HIDDEN_STAGES}
+    return {"compute_ms": computed(gpt(shape), shape, place, 3), "communication_ms": found}
 
 
 def hidden(place: Place, shape: str, stage: str, steps: str) -> dict:
     """Measure compute alone, the step, communication alone, and compute again."""
     plain = gpt(shape)
     first = computed(plain, shape, place, int(steps))
-    model = mz.shard(gpt(shape), stage=int(stage), units={Block})
+    model = sharded(shape, int(stage))
     step = stepper(model, adamw(model.parameters()))
     times, _ = series(step, batches(shape, BATCH, place.rank), int(steps) + 2, place)
-    alone = communication(int(stage), unit_lengths(plain, place.size), 3)
+    alone = communication(model, 3)
     again = computed(plain, shape, place, int(steps))
     return {"step_ms": times, "compute_ms": [*first, *again], "communication_ms": alone}
+
+
+def sharded(shape: str, stage: int):
+    """Return a model at a stage, a block a unit."""
+    return mz.shard(gpt(shape), stage=stage, units={Block})
 
 
 def computed(model, shape: str, place: Place, steps: int) -> list[float]:
@@ -56,23 +59,25 @@ def computed(model, shape: str, place: Place, steps: int) -> list[float]:
     return times
 
 
-def communication(stage: int, lengths: list[int], rounds: int) -> list[float]:
-    """Return milliseconds of a step's collectives, one after the other, on the communicator that shard uses.
+def communication(model, rounds: int) -> list[float]:
+    """Return milliseconds of the collectives of a model's step, one after the other, on the communicator that it uses.
 
     Inside a channel, as shard calls them, so that the same algorithms are chosen.
     """
     comm = mz.world().private
-    whole = [torch.ones(length) for length in lengths]
-    parts = [torch.ones(length // comm.size) for length in lengths]
+    calls = theory_of(model).collectives
+    whole = {one.numel: torch.ones(one.numel) for one in calls}
+    parts = {numel: torch.ones(numel // comm.size) for numel in whole}
 
     def once() -> None:
-        for number, (full, part) in enumerate(zip(whole, parts, strict=True)):
+        for number, (operation, numel, _) in enumerate(calls):
+            full, part = whole[numel], parts[numel]
             with comm.channel(number, "communication alone"):
-                if stage == 0:
+                if operation == "all_reduce":
                     mz.all_reduce(full, comm, op="mean", order="canonical")
-                    continue
-                mz.reduce_scatter(full, comm, op="mean", out=part, order="canonical")
-                for _ in range(2 if stage == 3 else 1):
+                elif operation == "reduce_scatter":
+                    mz.reduce_scatter(full, comm, op="mean", out=part, order="canonical")
+                else:
                     mz.all_gather(part, comm, out=full)
 
     times = []
@@ -110,8 +115,7 @@ def traffic(place: Place, shape: str) -> dict:
     """Count the bytes of a step by stage; `counted` is what the builders' schedules send for the units' lengths."""
     rows = []
     for stage in STAGES:
-        model = gpt(shape)
-        mz.shard(model, stage=stage, units={Block})
+        model = sharded(shape, stage)
         step = stepper(model, adamw(model.parameters()))
         data = batches(shape, 1, place.rank)
         for number in range(2):

@@ -45,7 +45,7 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         """Stop the clocks."""
         self.seconds = time.perf_counter() - self.start
-        self.traffic = mz.stats(self.model).copy().since(self.before)
+        self.traffic = mz.stats(self.model).since(self.before)
         if self._bar is not None:
             self._bar.stop()
 
@@ -61,7 +61,7 @@ class Progress:
         if self.comm.rank != 0:
             return
         elapsed = time.perf_counter() - self.start
-        waiting = mz.stats(self.model).copy().since(self.before).wait_seconds / elapsed
+        waiting = mz.stats(self.model).since(self.before).wait_seconds / elapsed
         held = mz.memory_report(self.model, self.optimizer).measured.total
         facts = f"loss {mean:.3f}  {self.tokens / elapsed:,.0f} tokens/s  waiting {waiting:.0%}  {mib(held)}/rank"
         if self._bar is not None:

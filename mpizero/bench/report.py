@@ -6,7 +6,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from mpizero.bench.cases import NO_OP
-from mpizero.bench.tables import aligned
+from mpizero.tables import aligned
 
 if TYPE_CHECKING:
     from mpizero.bench.results import Row

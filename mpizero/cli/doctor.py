@@ -8,7 +8,6 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mpizero.bench.tables import aligned, ranges
 from mpizero.bench.timing import bus_bandwidth, time_all_reduce
 from mpizero.cli.facts import RankFacts, by_host, rank_facts
 from mpizero.cli.problems import Problem, host_problems, library_problems, rank_problems
@@ -17,6 +16,7 @@ from mpizero.comm.describe import MpiFacts, describe, launcher_rank
 from mpizero.comm.launch import Launcher, check_pair, command, find_launcher, under_launcher
 from mpizero.errors import LaunchError, MpiNotFoundError
 from mpizero.settings import settings
+from mpizero.tables import aligned, ranges
 
 if TYPE_CHECKING:
     import argparse

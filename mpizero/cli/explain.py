@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from mpizero.arrays import dtype_named
 from mpizero.bench.flags import size_of
-from mpizero.bench.tables import aligned
 from mpizero.cli.quantities import count_of, show_bytes, show_seconds
 from mpizero.collectives import OPERATIONS, algorithms_of
 from mpizero.collectives.cost import cost
@@ -16,6 +15,7 @@ from mpizero.collectives.select import Case, cluster_of, decide, pieces_of
 from mpizero.collectives.tuned import Table
 from mpizero.errors import ArgumentError, must_be
 from mpizero.settings import settings
+from mpizero.tables import aligned
 
 if TYPE_CHECKING:
     import argparse

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpizero.bench.tables import ranges
+from mpizero.tables import ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

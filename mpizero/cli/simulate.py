@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from mpizero.bench.flags import size_of
-from mpizero.bench.tables import aligned
 from mpizero.cli.quantities import count_of, per_byte_of, seconds_of, show_bytes, show_seconds
 from mpizero.collectives.cost import Cost, cost, lower_bound
 from mpizero.collectives.links import Cluster, Link, place
 from mpizero.collectives.registry import OPERATIONS, algorithms_of
 from mpizero.errors import ArgumentError, must_be
+from mpizero.tables import aligned
 
 if TYPE_CHECKING:
     import argparse

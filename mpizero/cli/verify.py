@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpizero.bench.tables import aligned
 from mpizero.cli.compare import BOUNDS, Row, compare, read
 from mpizero.cli.mzrun import TIMED_OUT
 from mpizero.comm.launch import check_pair, find_launcher, vendor_of_library
 from mpizero.errors import ArgumentError, MpiZeroError, must_be
 from mpizero.plan import STAGES
+from mpizero.tables import aligned
 
 if TYPE_CHECKING:
     import argparse

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mpizero.collectives.call import Call
-    from mpizero.comm import Work
 
 __all__ = ["Prepared", "prepare"]
 
@@ -56,12 +55,6 @@ class Prepared:
         finally:
             comm.leave()
         return self._result
-
-    def start(self) -> Work:
-        """Run the collective in the background, as a verb with `async_op=True`."""
-        steps = iter(()) if self._plan is None else self._plan.steps(self._source, self._output)
-        work: Work = self._comm.submit(self._name, steps, self._result)
-        return work
 
 
 def prepare(verb: Callable[..., Any], x: Any = None, comm: Any = None, **arguments: Any) -> Prepared:

@@ -20,7 +20,7 @@ from mpizero.comm.launch import mixed_launch_message, under_launcher
 from mpizero.comm.messages import MessageTransport
 from mpizero.comm.native import NativeCollectives
 from mpizero.comm.pingpong import measure_links
-from mpizero.comm.progress import NAP, SLOW_NAP, Queue, Work
+from mpizero.comm.progress import NAP, Queue, Work
 from mpizero.comm.raw import mpi
 from mpizero.comm.segment import PAGE, share
 from mpizero.comm.waiting import drive
@@ -29,6 +29,7 @@ from mpizero.settings import settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sized
+    from contextlib import AbstractContextManager
 
     from mpizero.comm.stats import Stats
     from mpizero.typing import Bytes, Wait
@@ -110,7 +111,7 @@ class Communicator:
         remote = self.notes.get("links", {}).get("remote", ())
         if any(nbytes >= LARGE and nbytes / seconds < SLOW for nbytes, seconds in remote):
             mine = self.nodes[self.rank]
-            self._queue.longest_nap = SLOW_NAP
+            self._queue.slow = True
             self.transport.cut_small([peer for peer in range(self.size) if self.nodes[peer] != mine])
 
     def _site_notes(self) -> dict[str, Any]:
@@ -266,8 +267,7 @@ class Communicator:
         if self.driven_by_caller and self.under_way:
             self._queue.progress()
 
-    @contextmanager
-    def channel(self, number: int, label: str) -> Iterator[None]:
+    def channel(self, number: int, label: str) -> AbstractContextManager[None]:
         """Mark the messages sent inside as belonging to one thing, say a unit of a model.
 
         Messages of different channels never meet: ranks that speak of different things wait, and the time-out's text
@@ -278,8 +278,7 @@ class Communicator:
             number: from 0, the same on all ranks; MPI has room for `CHANNELS` of them, beyond that they are shared.
             label: what the messages are about, for errors.
         """
-        with self.transport.voice.speak(number + 1, label):
-            yield
+        return self.transport.voice.speak(number + 1, label)
 
     def split(self, color: int, key: int = 0) -> Communicator:
         """Return the communicator of the ranks that give the same `color`, in the order of `key` and rank. Collective.

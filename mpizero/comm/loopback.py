@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -18,6 +17,7 @@ from mpizero.errors import CollectiveError, CollectiveTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from mpizero.typing import Bytes, Wait
 
@@ -176,11 +176,9 @@ class LoopbackCommunicator:
         """Return this communicator: a thread's calls come in one order, whoever makes them."""
         return self
 
-    @contextmanager
-    def channel(self, number: int, label: str) -> Iterator[None]:
+    def channel(self, number: int, label: str) -> AbstractContextManager[None]:
         """Mark the messages sent inside; see `Communicator.channel`."""
-        with self.transport.voice.speak(number + 1, label):
-            yield
+        return self.transport.voice.speak(number + 1, label)
 
     def perform(self, what: str, steps: Iterator[Wait]) -> None:  # noqa: ARG002  (the signature is the protocol's)
         """Run a collective's steps to their end: every rank is a thread of its own here."""

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
     from mpizero.typing import Wait
 
-__all__ = ["NAP", "SLOW_NAP", "Queue", "Work", "engine"]
+__all__ = ["NAP", "Queue", "Work", "engine"]
 
 PASSES = 50
 """Rounds of polls without progress before the thread sleeps between them; a tenth of them on slow links."""
 NAP = 30e-6
-"""Seconds of the first such sleep; each is a quarter longer than the one before, up to the queue's longest. The thread
+"""Seconds of the first such sleep; each is a quarter longer than the one before, up to the longest. The thread
 holds Python's lock while it polls, and takes the core from the computation that it runs beside."""
 LONGEST_NAP = 200e-6
 SLOW_NAP = 2e-3
@@ -96,7 +96,7 @@ class Work:
             return True
 
     def run(self) -> None:
-        """Go on to the end in this thread; errors are kept for `wait`, interrupts leave the work unfinished."""
+        """Go on to the end in this thread; errors are kept for `wait`, interrupts end the work and are passed on."""
         assert self._steps is not None  # noqa: S101  (see `_advance`)
         try:
             if self._current is not None:
@@ -105,6 +105,9 @@ class Work:
             drive(self._steps)
         except Exception as error:  # noqa: BLE001  (as in `advance`)
             self._finish(error)
+        except BaseException as interrupt:
+            self._finish(interrupt)
+            raise
         else:
             self._finish(None)
 
@@ -140,7 +143,8 @@ class Queue:
         self.jobs: deque[Work] = deque()
         self.failure: BaseException | None = None
         """What ended the first job that failed."""
-        self.longest_nap = LONGEST_NAP
+        self.slow = False
+        """Whether messages go over slow links."""
 
     def add(self, work: Work) -> None:
         """Append a job and wake the progress thread, or begin it here where the caller drives the queue."""
@@ -152,14 +156,16 @@ class Queue:
 
     def progress(self) -> None:
         """Advance the jobs as far as they go without blocking. For a caller that drives the queue."""
-        while self.jobs and self.advance():
+        while self.advance():
             pass
 
     def run_to(self, work: Work) -> None:
         """Finish the jobs up to and with `work`. For a caller that drives the queue."""
         while not work.done():
-            self.jobs[0].run()
-            self._remove_first()
+            try:
+                self.jobs[0].run()
+            finally:
+                self._remove_first()
 
     def advance(self) -> bool:
         """Advance the first job; after a failure those behind it go on, and wait in vain if the wire is broken."""
@@ -216,12 +222,12 @@ class _Engine:
                 queues = list(self._queues)
             moved = [queue.advance() for queue in queues]
             idle = 0 if any(moved) else idle + 1
-            time.sleep(_nap(idle, min(queue.longest_nap for queue in queues)))
+            time.sleep(_nap(idle, slow=all(queue.slow for queue in queues)))
 
 
-def _nap(idle: int, longest: float) -> float:
+def _nap(idle: int, *, slow: bool) -> float:
     """Return how long to sleep after so many rounds without progress."""
-    passes, first = (PASSES, NAP) if longest < SLOW_NAP else (PASSES // 10, SLOW_NAP / 4)
+    passes, first, longest = (PASSES // 10, SLOW_NAP / 4, SLOW_NAP) if slow else (PASSES, NAP, LONGEST_NAP)
     return 0.0 if idle < passes else min(first * 1.25 ** min(idle - passes, 30), longest)
 
 

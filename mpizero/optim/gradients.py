@@ -17,25 +17,23 @@ __all__ = ["all_gradients", "ignored_gradients", "place", "shard_gradients"]
 
 def shard_gradients(runtime: Any) -> list[Tensor]:
     """Return the elements of gradients that are, or at stage 0 would be, in this rank's shards, in the units' order."""
-    return [piece for flat in _flats(runtime) for piece in _pieces(flat)]
+    return [piece for flat in runtime.flats for piece in _pieces(flat)]
 
 
 def ignored_gradients(runtime: Any) -> list[Tensor]:
     """Return the gradients of parameters that are neither sharded nor reduced."""
-    return [_values(param) for param in _ignored(runtime) if param.grad is not None]
+    return [_values(param) for _, param in runtime.ignored if param.grad is not None]
 
 
 def all_gradients(runtime: Any) -> list[Tensor]:
     """Return every gradient that this rank holds, for changes in place."""
-    params = [param for flat in _flats(runtime) for param in flat.shards] + _ignored(runtime)
-    return [_values(param) for param in params if param.grad is not None]
+    shards = [param for flat in runtime.flats for param in flat.shards if param.grad is not None]
+    return [*map(_values, shards), *ignored_gradients(runtime)]
 
 
 def place(runtime: Any) -> tuple[int, int]:
     """Return (group, rank within it): which of the groups that hold the whole model this rank is in, and where."""
-    replicas, flats = _replicas(runtime), _flats(runtime)
-    comm = flats[0].comm if flats else runtime.comm
-    return 0 if replicas is None else replicas.rank, comm.rank
+    return 0 if runtime.replicas is None else runtime.replicas.rank, runtime.ranks.group.rank
 
 
 def _pieces(flat: Any) -> list[Tensor]:
@@ -57,19 +55,3 @@ def _values(param: nn.Parameter) -> Tensor:
         grad = param.grad = grad.coalesce()
         return grad._values()  # noqa: SLF001  (values() of torch is a view that autograd guards)
     return grad.detach()
-
-
-def _flats(runtime: Any) -> list[Any]:
-    return [flat for unit in runtime.units for flat in unit.flats]
-
-
-# What a runtime has only where parameters are ignored or shards are replicated.
-
-
-def _ignored(runtime: Any) -> list[nn.Parameter]:
-    return [param for _, param in getattr(runtime, "ignored", ())]
-
-
-def _replicas(runtime: Any) -> Any:
-    """Return the communicator of the ranks that hold the same shards as this one, None if there are no others."""
-    return getattr(runtime, "replicas", None)

@@ -18,7 +18,6 @@ from mpizero.collectives import pairwise
 from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
 from mpizero.optim.exact_sum import ExactSum
 from mpizero.optim.gradients import ignored_gradients, place, shard_gradients
-from mpizero.shard.agree import Event, agree
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,8 +99,7 @@ def _exchanged(runtime: Any, record: np.ndarray[Any, Any]) -> np.ndarray[Any, An
     """Return every rank's record, in the order of the ranks, having agreed that all take the norm."""
     if runtime.comm.size == 1:
         return record[None]
-    names = [unit.name for unit in runtime.units]
-    said = agree(runtime.comm, Event(kind="clip_grad_norm_"), names, record.view(np.uint8))
+    said = runtime.check_together("clip_grad_norm_", record.view(np.uint8))
     return np.ascontiguousarray(said[:, 1:]).view(np.float64)
 
 

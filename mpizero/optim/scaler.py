@@ -14,6 +14,7 @@ import torch
 
 from mpizero.collectives import all_reduce
 from mpizero.errors import ShardError
+from mpizero.shard.optimizers import runtimes_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,7 +68,7 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,  # noqa: FBT001  (torch's signature)
     ) -> dict[torch.device, Tensor]:
         """Unscale this rank's gradients; return, by device, whether any rank's overflowed. See [Note: one answer]."""
-        runtimes = _runtimes(optimizer)
+        runtimes = runtimes_of(optimizer)
         for runtime in runtimes:
             runtime.check_synced("unscaling")
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
@@ -92,9 +93,3 @@ class GradScaler(torch.amp.GradScaler):
         for flag in found.values():
             flag.fill_(any_overflowed)
         return found
-
-
-def _runtimes(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return the runtimes whose shards the optimizer holds, in its order."""
-    owners = (getattr(param, "_mpizero_owner", None) for group in optimizer.param_groups for param in group["params"])
-    return list({id(owner): owner for owner in owners if owner is not None}.values())

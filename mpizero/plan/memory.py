@@ -87,7 +87,7 @@ def sent_per_step(
         gathers: gathers per step at stage 3.
         node_shared: whether the ranks hold one copy of the full parameters together.
     """
-    if node_shared and check_stage(stage) >= 1:
-        return (ranks - 1) / ranks * numel * working_bytes
     share = (ranks - 1) / ranks * numel * working_bytes
-    return share * {0: 2, 1: 2, 2: 2, 3: 1 + gathers}[check_stage(stage)]
+    if check_stage(stage) >= 1 and node_shared:
+        return share
+    return share * (1 + gathers if stage == 3 else 2)

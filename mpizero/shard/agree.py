@@ -31,9 +31,11 @@ class Event:
 
     kind: str
     unit: int = 0
-    """The number of the outermost unit concerned."""
+    """The number of the outermost unit that a forward concerns; of a backward, a checksum of which parameters are
+    trained."""
     training: bool = True
     grad: bool = True
+    """Whether a forward is taken with grad, or a backward outside `no_sync`."""
     flags: int = 0
     """What this rank has found, as bits; the one field in which ranks may differ."""
 
@@ -90,7 +92,7 @@ def agree(comm: Any, event: Event, names: list[str], extra: np.ndarray[Any, Any]
 
 
 def _way(comm: Any) -> str:
-    return "direct" if getattr(comm, "board", None) is None else "loads"
+    return "direct" if comm.board is None else "loads"
 
 
 def check_same(comm: Any, lines: list[str], what: str = "model and options") -> None:
@@ -117,15 +119,12 @@ def check_same(comm: Any, lines: list[str], what: str = "model and options") -> 
 
 def gather_texts(comm: Any, text: str) -> list[str]:
     """Return every rank's text, in the order of ranks, by two all-gathers (one where all are empty). Collective."""
-    mine = np.frombuffer(text.encode(), np.uint8)
-    lengths = all_gather(np.array([mine.size], np.int64), comm, algorithm="direct")
-    longest = int(lengths.max())
-    if not longest:
+    mine = np.frombuffer(text.encode(), np.uint8).copy()
+    lengths = all_gather(np.array([mine.size], np.int64), comm, algorithm="direct").tolist()
+    if not any(lengths):
         return [""] * comm.size
-    padded = np.zeros(longest, np.uint8)
-    padded[: mine.size] = mine
-    rows = all_gather(padded, comm, algorithm="direct").reshape(comm.size, longest)
-    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths.tolist(), strict=True)]
+    joined = all_gather(mine, comm, counts=lengths, algorithm="direct")
+    return [part.tobytes().decode() for part in np.split(joined, np.cumsum(lengths)[:-1])]
 
 
 def _describe(row: list[int], names: list[str]) -> str:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from mpizero.shard.calls import Call
     from mpizero.shard.exact import Course
     from mpizero.shard.flat import FlatParams
-    from mpizero.shard.gathers import Gathers
     from mpizero.shard.gradients import Buffer, Gradients
     from mpizero.shard.policy import Lifetime
     from mpizero.shard.reductions import Reductions
@@ -44,6 +43,7 @@ class Driver(Protocol):
     """Be the runtime whose backwards these are; see `Runtime`."""
 
     units: list[Unit]
+    flats: list[FlatParams]
     names: list[str]
     comm: Any
     lifetime: Lifetime
@@ -51,11 +51,6 @@ class Driver(Protocol):
     exact: Course | None
     sync: bool
     trained: int
-
-    @property
-    def flats(self) -> list[FlatParams]:
-        """Return all flat buffers."""
-        ...
 
     def gradients(self) -> list[Gradients]:
         """Return the gradients of all flat buffers with something to train."""
@@ -71,6 +66,10 @@ class Driver(Protocol):
 
     def reshard(self, unit: Unit, *, release: bool = True) -> None:
         """Show a unit's shards again."""
+        ...
+
+    def hide_all(self) -> None:
+        """Show all shards again, and let go what the stage does not keep."""
         ...
 
     def agree(self, event: Event, extra: Any = None) -> Any:
@@ -93,15 +92,16 @@ class Driver(Protocol):
 class Backward:
     """Drive the units of one model through its backwards."""
 
-    def __init__(self, runtime: Driver, gathers: Gathers, reductions: Reductions) -> None:
+    def __init__(self, runtime: Driver, reductions: Reductions) -> None:
         """Know the model's units; none has been entered."""
-        self._runtime, self._gathers, self._reductions = runtime, gathers, reductions
+        self._runtime, self._reductions = runtime, reductions
         self._number = 0
         """The number of the latest backward."""
         self._end: Callable[[], Any] | None = None
         """A weak reference to what autograd calls at the end of the running backward: it dies if backward raises."""
         self._began = 0.0
-        self._entered: list[Unit] = []
+        self._entered: dict[Unit, None] = {}
+        """The units that it has come to, in their order."""
         self._pending: list[Unit] = []
         """The units that the running backward has yet to reduce, in the order where full parameters live on."""
         self._used = np.zeros(sum(unit.parameters for unit in runtime.units), np.uint8)
@@ -136,7 +136,7 @@ class Backward:
         if unit not in self._entered:
             if self._runtime.lifetime.release_parameters and self._runtime.sync:
                 self._reduce_before(unit)
-            self._entered.append(unit)
+            self._entered[unit] = None
         if unit.state is not UnitState.BACKWARD:
             if self._runtime.lifetime.release_parameters:
                 self.check_agreement()
@@ -172,7 +172,9 @@ class Backward:
         """Look at what the others said they were beginning, before anything is waited for that depends on it."""
         if self._agreement is not None:
             agreement, self._agreement = self._agreement, None
+            start = time.perf_counter()
             agreement.check()
+            self._runtime.observe("agree", "", start)
 
     def gradient(self, unit: Unit, flat: FlatParams, index: int) -> None:
         """Take one gradient; when it is the unit's last, release the parameters and reduce what is due."""
@@ -216,11 +218,9 @@ class Backward:
     def _finish(self) -> None:
         """Release everything, reduce what is left, and give used parameters their gradients."""
         self._entered.clear()
-        self._gathers.finish(release=True)
+        self._runtime.hide_all()
         for unit in self._runtime.units:
             unit.forget_backward()
-            if unit.state is not UnitState.SHARDED or (unit.keep and unit.released):
-                self._runtime.reshard(unit)
         if self._runtime.sync:
             self._reduce_rest()
         else:
@@ -277,15 +277,13 @@ class Backward:
             self._runtime.exact.stop()
         self._entered.clear()
         self._reductions.forget()
-        self._gathers.finish(release=True)
+        self._runtime.hide_all()
         for unit in self._runtime.units:
             unit.forget_backward()
             for gradients in unit.gradients:
                 gradients.forget()
                 kept, span = gradients.kept, self._span(gradients.flat)
                 self._used[span] = [USED if index in kept else 0 for index in range(len(gradients.flat.shards))]
-            if unit.state is not UnitState.SHARDED:
-                unit.reshard()
         self._runtime.end_reading()
 
     def passed(self, call: Call) -> None:
@@ -298,8 +296,6 @@ class Backward:
     def _release_if_done(self, unit: Unit) -> None:
         if unit.state is UnitState.BACKWARD and unit.missing <= 0 and unit.open <= 0:
             self._runtime.reshard(unit)
-
-    # Steps and other calls
 
     def begin_step(self) -> None:
         """Begin the sum over a step's micro-batches anew, with exact=True."""

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from mpizero.collectives import all_gather, all_reduce, pairwise
-from mpizero.comm import world
+from mpizero.collectives.call import default_communicator
 from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
@@ -104,7 +104,7 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None and self.running_var is not None:
             return _apply(input, (self.running_mean, self.running_var), self.weight, self.bias, self.eps)
-        batch = _joined_statistics(input.detach(), self.eps, world() if self.comm is None else self.comm)
+        batch = _joined_statistics(input.detach(), self.eps, default_communicator(self.comm))
         if self.training and self.track_running_stats and batch.count:
             self._track(batch)
         return _Normalise.apply(input, self.weight, self.bias, batch)

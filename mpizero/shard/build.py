@@ -14,6 +14,7 @@ from mpizero.plan import layout_of
 from mpizero.shard.flat import FlatParams, dtypes_of
 from mpizero.shard.member import Member
 from mpizero.shard.policy import ModuleRule
+from mpizero.shard.trees import own_attributes
 from mpizero.shard.unit import Unit
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ SMALLEST = 1 << 16
 """Elements of the smallest module that becomes a unit by size: a smaller gather costs more in latency than in bytes."""
 LARGEST_SHARE = 4
 """By size, a module becomes a unit when it holds at most this part (one over it) of the model."""
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 UnitRule = ModuleRule
 
@@ -110,13 +109,14 @@ def group_parameters(
     """
     members: dict[int, Member] = {}
     for path, module in model.named_modules(remove_duplicate=False):
+        keeps = precision is not None and precision.keeps(module)
         for attribute, param in module._parameters.items():  # noqa: SLF001
             if param is None or id(param) in ignored:
                 continue
             name = f"{path}.{attribute}" if path else attribute
             member = members.setdefault(id(param), Member(names=[], places=[], original=param))
             member.names.append(name)
-            member.keeps |= precision is not None and precision.keeps(module)
+            member.keeps |= keeps
             if not any(place[0] is module and place[1] == attribute for place in member.places):
                 member.places.append((module, attribute))
     _check_devices(members.values())
@@ -134,8 +134,8 @@ def _find_caches(model: nn.Module, members: dict[int, Member]) -> None:
         ArgumentError: for a tuple that holds one, which could not follow.
     """
     for module in model.modules():
-        for name, value in vars(module).items():
-            if name in _OF_EVERY_MODULE or not isinstance(value, list | tuple | dict):
+        for name, value in own_attributes(module):
+            if not isinstance(value, list | tuple | dict):
                 continue
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 member = members.get(id(item)) if isinstance(item, nn.Parameter) else None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from mpizero.shard.trees import tensors_in
+from mpizero.shard.trees import own_attributes, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Call", "hidden_tensors", "in_backward", "own_modules", "running"]
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _MARK = "_mpizero_watched"
 _ENTRY = nn.Module.__call__.__name__
 
@@ -29,6 +29,7 @@ class Call:
         self.unit = unit
         self.error = error
         """The exception that was being handled when the call began: another one at its end is the call's own."""
+        self.began = time.perf_counter()
         self.grad = torch.is_grad_enabled()
         self.seen_full = 0
         """The version of the full parameters at the beginning."""
@@ -57,8 +58,8 @@ def hidden_tensors(modules: list[nn.Module]) -> Iterator[Tensor]:
     Backward may reach a unit by them before it comes to the unit's output.
     """
     for module in modules:
-        for name, value in vars(module).items():
-            if name in _OF_EVERY_MODULE or not isinstance(value, Tensor | list | tuple | dict):
+        for _, value in own_attributes(module):
+            if not isinstance(value, Tensor | list | tuple | dict):
                 continue
             for tensor in tensors_in(value):
                 if tensor.requires_grad and not tensor.is_leaf and not hasattr(tensor, _MARK):

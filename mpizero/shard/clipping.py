@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpizero.errors import ShardError
-from mpizero.shard.scaling import catch_torch_scaling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,8 +26,7 @@ MARK = "_mpizero_shard_gradient"
 
 @cache
 def catch_torch_clipping() -> None:
-    """Make torch's clipping by norm, and its loss scaler, refuse shards; does nothing the second time."""
-    catch_torch_scaling()
+    """Make torch's clipping by norm refuse gradients of shards; does nothing the second time."""
     module = torch.nn.utils.clip_grad
     for name in ("_get_total_norm", "get_total_norm"):
         if hasattr(module, name):

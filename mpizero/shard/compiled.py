@@ -72,9 +72,10 @@ def _surrounded(
     """Return a compiled call with `before` and `after` around it."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = before(args, kwargs)
-        was, place.outside = place.outside, True
+        was = place.outside
         try:
+            args, kwargs = before(args, kwargs)
+            place.outside = True
             output = compiled(*args, **kwargs)
         except BaseException:
             after(None)

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from mpizero.collectives import all_gather
-from mpizero.comm import world
+from mpizero.collectives.call import default_communicator
 from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def global_mean(total: Total, count: float | Tensor, comm: Any = None) -> Total:
 
 def _own(comm: Any) -> Any:
     """Return the communicator of [Note: a communicator for data]."""
-    return (world() if comm is None else comm).private.private
+    return default_communicator(comm).private.private
 
 
 def _number(count: Any) -> float:

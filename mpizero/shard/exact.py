@@ -20,12 +20,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from mpizero.collectives import all_gather
 from mpizero.errors import ArgumentError, ShardError, must_be
 from mpizero.shard.batchnorm import SyncBatchNorm
+from mpizero.shard.policy import HALF
 
 if TYPE_CHECKING:
     from mpizero.shard.policy import Precision, Ranks
@@ -33,7 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["BLOCKED", "INTERLEAVED", "Course", "check_exact", "check_exact_ranks", "is_power_of_two"]
 
 INTERLEAVED, BLOCKED = "interleaved", "blocked"
-_HALF = (torch.bfloat16, torch.float16)
 
 
 class Course:
@@ -71,6 +73,11 @@ class Course:
     def sync(self) -> bool:
         """Return whether the backward of this micro-batch reduces over ranks."""
         return not self.blocked or self.last
+
+    @property
+    def lines(self) -> list[str]:
+        """Return what has to be the same on all ranks, for their modules that keep running statistics."""
+        return [f"{name} is in {'train' if module.training else 'eval'} mode" for name, module in self._norms]
 
     def start(self, step: int, total: int, each: int, *, blocked: bool) -> int:
         """Begin a step, in the place of any that was not finished; return its serial number."""
@@ -145,7 +152,7 @@ def check_exact(model: nn.Module, precision: Precision, ignored: list[tuple[str,
         ignored: the ignored parameters with their names.
     """
     check_norms(_running_norms(model))
-    if precision.reduce in _HALF:
+    if precision.reduce in HALF:
         rule = "None with exact=True, which sends gradients in the master values' precision"
         raise ArgumentError(must_be("Precision.reduce", rule, precision.reduce))
     trained = [name for name, param in ignored if param.requires_grad]
@@ -162,7 +169,7 @@ def check_exact_ranks(ranks: Ranks) -> None:
     if ranks.replicas is None:
         return
     fits = is_power_of_two(group.size) and everyone.rank % group.size == group.rank
-    if not all(everyone.mpi.allgather(fits)):
+    if not all_gather(np.array([fits], np.uint8), everyone, algorithm="direct").all():
         rule = "2, 4, 8, ... neighbouring ranks each, in their order, with exact=True"
         raise ArgumentError(must_be("groups", rule, f"groups of {group.size} ranks, others among them"))
 

@@ -136,7 +136,8 @@ class ExactGradients(Gradients):
 
     def _check_untouched(self) -> None:
         """Note, to be told at the end of the backward, if anyone but this object has changed `.grad`."""
-        self._touched |= self._before != [_mark(shard.grad) for shard in self.flat.shards]
+        pairs = zip(self._before, self.flat.shards, strict=True)
+        self._touched |= any(before != _mark(shard.grad) for before, shard in pairs if shard.requires_grad)
 
 
 def _mark(grad: Tensor | None) -> Any:

@@ -12,6 +12,7 @@ from mpizero.plan import Layout, layout_of
 from mpizero.shard.access import ShardedParameters, handle_of
 from mpizero.shard.exact_gradients import ExactGradients
 from mpizero.shard.gradients import Gradients
+from mpizero.shard.policy import HALF
 
 if TYPE_CHECKING:
     from mpizero.comm import Work
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from mpizero.shard.window import Window
 
 __all__ = ["FlatParams", "dtypes_of"]
-
-_HALF = (torch.bfloat16, torch.float16)
 
 
 class FlatParams:
@@ -170,13 +169,13 @@ class FlatParams:
         if self.gradients is not None or not self.trained:
             return
         exact = self.lifetime.exact is not None
-        if exact or not symmetric or self.lifetime.cut or getattr(self.comm, "board", None) is None:
+        if exact or not symmetric or self.lifetime.cut or self.comm.board is None:
             accumulator = torch.zeros_like(self.master)
         else:  # reduced in place, by loads and stores of the peers
             accumulator = empty(self.master.numel(), self.master_dtype, self.comm).zero_()
         self.gradients = (ExactGradients if exact else Gradients)(self, self.reduce_dtype, accumulator)
 
-    def piece_of(self, shard: Tensor, index: int, rank: int | None = None) -> Tensor:
+    def piece_of(self, shard: Tensor, index: int) -> Tensor:
         """Return the part of parameter `index` that lies in a shard-sized buffer, in the shape that users see.
 
         That is (k, 1, ...) with the parameter's number of dimensions, or its own shape where nothing is cut.
@@ -184,13 +183,11 @@ class FlatParams:
         slot = self.layout.slots[index]
         if not self.lifetime.cut:
             return shard[slot.offset : slot.stop].view(slot.shape)
-        piece = self.layout.piece(index, self.comm.rank if rank is None else rank)
+        piece = self.layout.piece(index, self.comm.rank)
         part = shard[piece.position : piece.position + piece.numel]
         if not slot.shape:
             return part.view(()) if piece.numel else part
-        return (
-            part.view(-1, *[1] * (len(slot.shape) - 1)) if piece.numel else part.view(0, *[1] * (len(slot.shape) - 1))
-        )
+        return part.view(piece.numel, *[1] * (len(slot.shape) - 1))
 
     def version(self) -> int:
         """Return a number that grows with every change in place of a shard: they share it with `master`."""
@@ -223,24 +220,29 @@ class FlatParams:
         self.make_gradients(symmetric=False)
         return [index for index in toggled if index in self.trained]
 
+    @property
+    def apart(self) -> bool:
+        """Return whether a change of this rank's shards has to be brought to full parameters: some lie elsewhere."""
+        return not self.aliased or (self.lifetime.cut and not self.lifetime.shared)
+
     def changed(self) -> bool:
         """Return whether this rank's shards changed in place since `full` was filled; never where they are `full`."""
-        return not (self.aliased and (self.lifetime.shared or not self.lifetime.cut)) and self.version() != self.seen
+        return self.apart and self.version() != self.seen
 
     def unshard(self) -> None:
         """Fill `full` with the current values: cast this rank's part, gather the others'. Collective where cut."""
         self.begin_unshard()
         self.end_unshard()
 
-    def begin_unshard(self) -> bool:
-        """Begin to fill `full`; return whether a gather is now under way that was not before. Collective where cut.
+    def begin_unshard(self) -> None:
+        """Begin to fill `full`. Collective where cut.
 
         In a window this rank's part is put there, and the next agreement of all ranks tells that all parts are there.
         """
         if self.stale:  # a gather that is under way has the values from before a step
             self.end_unshard()
-        if (self.live and not self.stale) or self.gathering is not None:
-            return False
+        if self.live and not self.stale:
+            return
         storage = self.full.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self.layout.length * self.full.element_size())
@@ -251,7 +253,6 @@ class FlatParams:
             with self.comm.channel(2 * self.number, f"parameters {self.label}"):
                 self.gathering = all_gather(full[self.own], self.comm, out=full, async_op=True)
         self.live, self.stale, self.seen = True, False, self.version()
-        return self.gathering is not None
 
     def end_unshard(self) -> None:
         """Wait for the gather that is under way, if any."""
@@ -285,4 +286,4 @@ def dtypes_of(members: list[Member], precision: Precision) -> tuple[torch.dtype,
     compute = precision.param if precision.param is not None and first.is_floating_point() else first.dtype
     if members[0].keeps:
         compute = first.dtype
-    return compute, torch.float32 if first.dtype in _HALF else first.dtype
+    return compute, torch.float32 if first.dtype in HALF else first.dtype

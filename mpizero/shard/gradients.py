@@ -40,7 +40,7 @@ class Buffer(Protocol):
     full_params: list[nn.Parameter]
     shards: list[nn.Parameter]
 
-    def piece_of(self, shard: Tensor, index: int, rank: int | None = None) -> Tensor:
+    def piece_of(self, shard: Tensor, index: int) -> Tensor:
         """Return the part of a parameter that lies in a shard-sized buffer."""
         ...
 
@@ -57,6 +57,8 @@ class Gradients:
             accumulator: zeros, like the master values.
         """
         self.flat, self.dtype, self.accumulator = flat, reduce_dtype, accumulator
+        self.nbytes = flat.layout.length * reduce_dtype.itemsize
+        """Bytes of one backward's gradients."""
         self.views = [flat.piece_of(accumulator, index) for index in range(len(flat.members))]
         if flat.lifetime.cut:
             for view in self.views:
@@ -150,17 +152,9 @@ class Gradients:
 
     def collected(self) -> Tensor:
         """Return this backward's gradients, zero where none arrived; what arrives from now on is late."""
-        total = self.incoming
-        if total is None:
-            total = self._new_incoming()
-            total.zero_()
-        else:
-            for index in self.flat.trained - self.arrived:
-                slot = self.flat.layout.slots[index]
-                total[slot.offset : slot.stop] = 0
-        for index in range(len(self.flat.members)):
-            if index not in self.flat.trained:  # frozen beside trained ones, since `shard`
-                slot = self.flat.layout.slots[index]
+        total = self._new_incoming() if self.incoming is None else self.incoming
+        for index, slot in enumerate(self.flat.layout.slots):
+            if index not in self.arrived:  # or frozen, beside trained ones
                 total[slot.offset : slot.stop] = 0
         self.incoming = self.room = None
         self.arrived.clear()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mpizero.errors import ArgumentError, must_be
 from mpizero.shard.agree import gather_texts
+from mpizero.shard.trees import own_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from mpizero.shard.member import Member
 
 __all__ = ["MetaModel"]
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class MetaModel:
@@ -146,8 +145,7 @@ def _has_meta(module: nn.Module) -> bool:
 
 def _hidden(module: nn.Module) -> list[str]:
     """Return the attributes that are tensors on the meta device, neither parameters nor buffers."""
-    items = [(name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
-    return [name for name, value in items if isinstance(value, Tensor) and value.is_meta]
+    return [name for name, value in own_attributes(module) if isinstance(value, Tensor) and value.is_meta]
 
 
 def _forms(module: nn.Module) -> dict[str, Tensor]:
@@ -161,7 +159,8 @@ def _lent(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Give a module other tensors of its own for a while, without autograd; those on meta get memory.
 
-    Parameters and buffers that are not given are copies, so that what has its values keeps them.
+    Buffers that are not given are copies, so that what has its values keeps them; parameters that are not given are
+    None.
     """
     before = module._parameters, module._buffers  # noqa: SLF001
     lent: tuple[dict[str, Any], dict[str, Any]] = ({}, {})

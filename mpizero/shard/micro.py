@@ -87,10 +87,10 @@ def micro_batches(
     if runtime.comm.size > 1:
         lines = [f"seed {seed}", f"step {step}", f"{num_micro_batches} micro-batches, {numbering}"]
         lines += [f"tensor {i} of batch, {t.dtype} {tuple(t.shape)}: {_checksum(t):x}" for i, t in enumerate(tensors)]
-        check_same(runtime.comm, lines, "batch and numbers of a step")
+        check_same(runtime.comm, lines + course.lines, "batch and numbers of a step")
     each = num_micro_batches // runtime.comm.size
     serial = course.start(step, num_micro_batches, each, blocked=numbering == BLOCKED)
-    runtime.begin_step()
+    runtime.backward.begin_step()
     first, stride = (runtime.comm.rank * each, 1) if course.blocked else (runtime.comm.rank, runtime.comm.size)
     numbers = range(first, first + each * stride, stride)
     return _handed_out(runtime, batch, numbers, seed=seed, serial=serial)
@@ -113,7 +113,7 @@ def _handed_out(runtime: Runtime, batch: Any, numbers: range, *, seed: int, seri
         torch.set_rng_state(before)
         if course.serial == serial:
             course.stop()
-            runtime.begin_step()
+            runtime.backward.begin_step()
 
 
 def _check_current(course: Course, serial: int) -> None:

@@ -18,7 +18,7 @@ from mpizero.shard.access import ShardHandle
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["elementwise", "install_step_hooks"]
+__all__ = ["elementwise", "install_step_hooks", "runtimes_of"]
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 
@@ -49,7 +49,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             _check_parameter(param)
-    for runtime in _runtimes(optimizer):
+    for runtime in runtimes_of(optimizer):
         if runtime.lifetime.cut and not _is_elementwise(type(optimizer)):
             known = ", ".join(ELEMENTWISE)
             raise ShardError(
@@ -65,11 +65,11 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for runtime in _runtimes(optimizer):
+    for runtime in runtimes_of(optimizer):
         runtime.after_step()
 
 
-def _runtimes(optimizer: torch.optim.Optimizer) -> list[Any]:
+def runtimes_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return the runtimes whose shards the optimizer holds."""
     owners = (getattr(param, "_mpizero_owner", None) for group in optimizer.param_groups for param in group["params"])
     return list({id(owner): owner for owner in owners if owner is not None}.values())

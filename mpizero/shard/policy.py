@@ -6,14 +6,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from mpizero.collectives import all_gather
 from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
 from mpizero.plan import check_stage
 
 __all__ = [
     "FULL_SHARD",
+    "HALF",
     "HYBRID_SHARD",
     "NO_SHARD",
     "SHARD_GRAD_OP",
@@ -28,6 +31,7 @@ __all__ = [
 
 NO_SHARD, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD = "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"
 _STAGES = {NO_SHARD: 0, SHARD_GRAD_OP: 2, FULL_SHARD: 3, HYBRID_SHARD: 3}
+HALF = (torch.bfloat16, torch.float16)
 _WORKING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 ModuleRule = Iterable[type[nn.Module]] | Callable[[nn.Module], bool] | None
@@ -56,21 +60,28 @@ class Precision:
     others of their unit, in 4 bytes per element: one more message per rank and collective."""
 
     def __post_init__(self) -> None:
-        """Check the dtypes."""
+        """Check the dtypes, and the rule, which may be an iterator."""
         for name in ("param", "reduce", "output", "buffers"):
             dtype = getattr(self, name)
             if dtype is not None and dtype not in _WORKING:
                 known = ", ".join(str(known) for known in _WORKING)
                 raise ArgumentError(must_be(f"Precision.{name}", f"None or one of {known}", dtype))
+        rule = self.keep_fp32
+        if isinstance(rule, type | Iterable):
+            classes: tuple[Any, ...] = (rule,) if isinstance(rule, type) else tuple(rule)
+            if all(isinstance(item, type) and issubclass(item, nn.Module) for item in classes):
+                object.__setattr__(self, "keep_fp32", classes)
+                return
+        elif rule is None or callable(rule):
+            return
+        raise ArgumentTypeError(must_be("Precision.keep_fp32", "module classes, a predicate or None", rule))
 
     def keeps(self, module: nn.Module) -> bool:
         """Return whether a module's own parameters keep the model's dtype."""
         rule = self.keep_fp32
         if rule is None or self.param is None:
             return False
-        if callable(rule) and not isinstance(rule, type):
-            return bool(rule(module))
-        return isinstance(module, rule if isinstance(rule, type) else tuple(rule))
+        return bool(rule(module)) if callable(rule) else isinstance(module, tuple(rule))
 
     def __str__(self) -> str:
         """Name the dtypes; a rule is code, and has no text that all ranks share."""
@@ -158,7 +169,7 @@ def ranks_of(comm: Any, stage: int, group: Any, *, hybrid: bool) -> tuple[Ranks,
     if group is None and not hybrid:
         return Ranks(everyone=comm, group=comm), stage
     group = comm.node if group is None else group.private
-    sizes = comm.mpi.allgather(group.size)
+    sizes = all_gather(np.array([group.size], np.int64), comm, algorithm="direct").tolist()
     if len(set(sizes)) > 1:
         rule = "groups of equally many ranks, for hybrid sharding"
         raise ArgumentError(must_be("group", rule, f"groups of {sorted(set(sizes))}", "pass another group"))

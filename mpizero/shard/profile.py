@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mpizero.shard.spans import ProfiledStep, Span, UnitTraffic
+from mpizero.tables import aligned
 
 __all__ = ["Profile", "profile"]
 
@@ -119,8 +120,11 @@ class Profile:
         if not steps:
             return f"{where}: no step was finished; a step ends when an optimizer of the model has stepped"
         heading = f"{where}, medians of {len(steps)} step{'s' if len(steps) > 1 else ''}"
-        tables = [heading, _table(_part_rows(steps)), _hidden_line(steps), _table(_unit_rows(steps))]
-        return "\n\n".join(table for table in tables if table)
+        tables = [heading, aligned(_part_rows(steps), right=(1, 2)), _hidden_line(steps)]
+        units = _unit_rows(steps)
+        if units:
+            tables.append(aligned(units, right=range(1, len(UNIT_HEADING))))
+        return "\n\n".join(tables)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write one trace of all ranks, which https://ui.perfetto.dev and Chrome's about:tracing show.
@@ -218,10 +222,3 @@ def _figures(found: Sequence[UnitTraffic | None]) -> list[str]:
         f"{middle('reduced_bytes') / MIB:.2f}",
         f"{middle('waited') * 1e3:.2f}",
     ]
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as lines, the first column to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows)
-    return "\n".join(lines)

@@ -40,21 +40,21 @@ class _Job:
     """Be one reduction that is under way: of one flat buffer, or of several small ones packed into a bucket."""
 
     members: list[Gradients]
+    units: list[Unit]
     work: Work | None
     part: Tensor
     """This rank's part of the result, once `work` is over."""
     total: Tensor
     """What is being reduced, kept alive."""
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype
     """That of the gradients as they are to be sent: fp32 after `no_sync`; else the members'."""
     second: Work | None = None
     """The sum over replicas, in hybrid sharding."""
-    units: list[Unit] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
 
 
 class Reductions:
-    """Run the reductions of one model in the order in which they are started, at most `AT_ONCE` ahead."""
+    """Run the reductions of one model in the order in which they are started: `AT_ONCE` where gradients are cut."""
 
     def __init__(
         self,
@@ -82,27 +82,24 @@ class Reductions:
         self._first = True
         self._rooms: list[Tensor] = []
         self._lent: dict[int, Tensor] = {}
-        if lifetime.cut and getattr(ranks.group, "board", None) is not None:
+        if lifetime.cut and ranks.group.board is not None:
             sizes = [unit.gradient_bytes for unit in units]
-            largest = max([0, *sizes[1:]])
+            largest = max(sizes[1:], default=0)
             for nbytes in (sizes[0], *[largest] * min(ROOMS, len(units) - 1)):
                 if nbytes >= self.bucket_bytes:
                     self._rooms.append(empty(nbytes, torch.uint8, ranks.group))
-
+        self._largest = max((room.numel() for room in self._rooms), default=0)
         self.room_bytes = sum(room.numel() for room in self._rooms)
         """Bytes of shared memory that this rank's gradients are collected in."""
 
     def lend(self, unit: Unit) -> None:
         """Give a unit whose gradients begin to arrive a room that its peers can read, if one is free."""
         needed = unit.gradient_bytes
-        if not self.room_bytes or needed < self.bucket_bytes:  # small ones are packed with others, so copied anyway
+        if not self.bucket_bytes <= needed <= self._largest:  # small ones are packed with others, so copied anyway
             return
         if id(unit) in self._lent or any(gradients.incoming is not None for gradients in unit.gradients):
             return
-        while True:
-            fitting = [room for room in self._rooms if room.numel() >= needed]
-            if fitting or not self._jobs:
-                break
+        while not (fitting := [room for room in self._rooms if room.numel() >= needed]) and self._jobs:
             self._finish_first()
         if not fitting:
             return
@@ -111,9 +108,8 @@ class Reductions:
         self._lent[id(unit)] = room
         at = 0
         for gradients in unit.gradients:
-            nbytes = gradients.flat.layout.length * gradients.dtype.itemsize
-            gradients.room = room[at : at + nbytes].view(gradients.dtype)
-            at += nbytes
+            gradients.room = room[at : at + gradients.nbytes].view(gradients.dtype)
+            at += gradients.nbytes
 
     def start(self, unit: Unit) -> None:
         """Reduce a unit's gradients, or hold them until the bucket is full. Collective."""
@@ -133,13 +129,12 @@ class Reductions:
             for gradients, total, _ in taken:
                 gradients.give(total)
             return
+        at_once = AT_ONCE if len(units) == 1 else 1
         for dtype in dict.fromkeys(total.dtype for _, total, _ in taken):
-            at_once = AT_ONCE if len(units) == 1 else 1
             while self.lifetime.cut and len(self._jobs) >= at_once:
                 self._finish_first()
             alike = [item for item in taken if item[1].dtype == dtype]
-            self._jobs.append(self._launch(alike))
-            self._jobs[-1].units = units
+            self._jobs.append(self._launch(alike, units))
 
     def poll(self) -> None:
         """Advance what is under way without blocking."""
@@ -169,13 +164,13 @@ class Reductions:
         self._rooms += self._lent.values()
         self._lent.clear()
 
-    def _launch(self, taken: list[tuple[Gradients, Tensor, Tensor | None]]) -> _Job:
+    def _launch(self, taken: list[tuple[Gradients, Tensor, Tensor | None]], units: list[Unit]) -> _Job:
         members = [gradients for gradients, _, _ in taken]
         first, total, into = taken[0]
         if len(members) > 1:
             total, into = _pack(members, [total for _, total, _ in taken]), None
         if not total.numel():
-            return _Job(members=members, work=None, part=total[:0] if self.lifetime.cut else total, total=total)
+            return _Job(members=members, units=units, work=None, part=total, total=total, dtype=total.dtype)
         dtype = total.dtype
         if self.ranks.replicas is not None:  # partial sums are fp32
             total = total.to(first.accumulator.dtype)
@@ -183,14 +178,14 @@ class Reductions:
         comm = self.ranks.group
         with comm.channel(2 * first.flat.number + 1, f"gradients of {first.flat.label}"):
             if self.lifetime.cut:
-                if into is None or into.dtype != total.dtype:
+                if into is None:
                     into = torch.empty(total.numel() // comm.size, dtype=total.dtype)
                 work = reduce_scatter(total, comm, op=op, out=into, order="canonical", async_op=True)
             else:
-                out = None if into is None or into is total else into
-                into = total if out is None else out
+                into = total if into is None else into
+                out = None if into is total else into
                 work = all_reduce(total, comm, op=op, out=out, order="canonical", async_op=True)
-        return _Job(members=members, work=work, part=into, total=total, dtype=dtype)
+        return _Job(members=members, units=units, work=work, part=into, total=total, dtype=dtype)
 
     def _sum_over_replicas(self, job: _Job) -> None:
         """Begin to sum a part over the ranks that hold the same shards."""

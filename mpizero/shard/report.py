@@ -44,7 +44,7 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     A master copy apart from the working copy counts as optimizer state, as in the ZeRO paper.
     """
     runtime = runtime_of(model)
-    flats = [flat for unit in runtime.units for flat in unit.flats]
+    flats = runtime.flats
     masters_apart = [flat for flat in flats if flat.trainable and flat.dtype != flat.master_dtype]
     held: list[Tensor] = [flat.full for flat in flats if flat.window is None]
     held += [flat.master for flat in flats if flat not in masters_apart and not (flat.window and flat.aliased)]
@@ -56,16 +56,14 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         state += values
         shards = max(1, sum(flat.master.numel() for flat in flats if flat.trainable))
         moments = round(sum(value.numel() for value in values if value.numel() > 1) / shards)
-    gradients = [
-        tensor for unit in runtime.units for own in unit.gradients for tensor in (own.accumulator, *own.held())
-    ]
+    gradients = [tensor for own in runtime.gradients() for tensor in (own.accumulator, *own.held())]
     measured = StateBytes(parameters=_bytes(held) + shared, gradients=_bytes(gradients), optimizer=_bytes(state))
     biggest = max(sum(flat.layout.length * flat.full.element_size() for flat in unit.flats) for unit in runtime.units)
     return MemoryReport(
         measured=measured,
         formula=_formula(runtime, moments),
         unit_buffers=biggest,
-        room=runtime.room_bytes,
+        room=runtime.reductions.room_bytes,
         node_shared=runtime.lifetime.shared,
     )
 
@@ -73,18 +71,17 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
 def _formula(runtime: Any, moments: int) -> StateBytes:
     ranks, stage, shared = runtime.ranks.group.size, runtime.lifetime.stage, runtime.lifetime.shared
     total = StateBytes(parameters=0, gradients=0, optimizer=0)
-    for unit in runtime.units:
-        for flat in unit.flats:
-            width = flat.full.element_size()
-            part = model_state_bytes(
-                flat.layout.numel, ranks, stage, working_bytes=width, moments=moments, node_shared=shared
-            )
-            frozen = flat.layout.numel * flat.master.element_size() / (ranks if shared or stage == 3 else 1)
-            total = StateBytes(
-                parameters=total.parameters + (part.parameters if flat.trainable else frozen),
-                gradients=total.gradients + (part.gradients if flat.trainable else 0),
-                optimizer=total.optimizer + (part.optimizer if flat.trainable else 0),
-            )
+    for flat in runtime.flats:
+        width = flat.full.element_size()
+        part = model_state_bytes(
+            flat.layout.numel, ranks, stage, working_bytes=width, moments=moments, node_shared=shared
+        )
+        frozen = flat.layout.numel * flat.master.element_size() / (ranks if shared or stage == 3 else 1)
+        total = StateBytes(
+            parameters=total.parameters + (part.parameters if flat.trainable else frozen),
+            gradients=total.gradients + (part.gradients if flat.trainable else 0),
+            optimizer=total.optimizer + (part.optimizer if flat.trainable else 0),
+        )
     return total
 
 

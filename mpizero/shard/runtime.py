@@ -68,6 +68,8 @@ class Runtime:
             window: the node's shared memory, where the full parameters lie in it.
         """
         self.model, self.units, self.ranks, self.window = model, units, ranks, window
+        self.flats = [flat for unit in units for flat in unit.flats]
+        """All flat buffers, in the order of the units."""
         self.comm, self.replicas = ranks.everyone, ranks.replicas
         self.lifetime, self.precision, overlap = policy
         self.exact: Course | None = self.lifetime.exact
@@ -75,11 +77,11 @@ class Runtime:
         """Parameters that are neither sharded nor reduced, by name."""
         self.sync = True
         self.trace: Callable[[str, str], None] | None = None
-        """Called with (event, unit's name) at each gather, release and reduction; for tests and profiles."""
+        """Called with (event, unit's name) at each gather, release and reduction; see `testing.order`."""
         self.observer: Callable[[Span], None] | None = None
         """Told of everything that takes time; see `spans`."""
-        self._started = self._stepping = 0.0
-        """When the outermost forward and the optimizer's step began."""
+        self._stepping = 0.0
+        """When the optimizer's step began."""
         self.names = [unit.name for unit in units]
         self._calls: list[Call] = []
         """The forward calls that have begun and not ended, outermost first."""
@@ -87,7 +89,7 @@ class Runtime:
         self.reductions = Reductions(ranks, units, (self.lifetime, overlap), self._check_agreement, self.observe)
         self.trained = 0
         """A checksum of which parameters are trained, once that has changed."""
-        self.backward = Backward(self, self.gathers, self.reductions)
+        self.backward = Backward(self, self.reductions)
         again = overlap.reshard_after_forward
         for unit in units:
             unit.keep = not again if again is not None else unit is units[0]
@@ -105,14 +107,13 @@ class Runtime:
         )
         for flat in unit.flats:
             self._hook_gradients(unit, flat, flat.trained)
+        if not unit.cut:
+            return
         for module in {module for flat in unit.flats for member in flat.members for module, _ in member.places}:
-            if unit.cut:
-                module.register_state_dict_pre_hook(
-                    lambda _, prefix, __: self._refuse_state(unit, "state_dict", prefix)
-                )
-                module.register_load_state_dict_pre_hook(
-                    lambda _, __, prefix, *___: self._refuse_state(unit, "load_state_dict", prefix)
-                )
+            module.register_state_dict_pre_hook(lambda _, prefix, __: self._refuse_state(unit, "state_dict", prefix))
+            module.register_load_state_dict_pre_hook(
+                lambda _, __, prefix, *___: self._refuse_state(unit, "load_state_dict", prefix)
+            )
 
     def _hook_gradients(self, unit: Unit, flat: FlatParams, indices: Any) -> None:
         runtime = weakref.ref(self)  # the garbage collector does not see what these hooks hold
@@ -135,9 +136,8 @@ class Runtime:
         if unit.state is UnitState.SHARDED or unit.stale or unit.gathering:
             self.gather(unit, UnitState.GATHERED if unit.state is UnitState.SHARDED else unit.state)
         call.seen_full = unit.full_version()
-        if (
-            (call.grad or any(outer.grad for outer in self._calls)) and not in_backward() and not unit.pins
-        ):  # without grad within grad: recomputed
+        # Without grad inside a call with grad: activation checkpointing, which comes again with grad.
+        if any(outer.grad for outer in self._calls) and not in_backward() and not unit.pins:
             unit.calls += 1
         if unit.has_frozen and call.grad and self.lifetime.release_parameters:
             self._watch_inputs(call, args, kwargs)
@@ -151,7 +151,6 @@ class Runtime:
         """Begin an outermost forward: agree on what comes."""
         if in_backward():  # recomputed: all is agreed
             return
-        self._started = time.perf_counter()
         self._refresh(Event(kind="forward", unit=number, training=unit.module.training, grad=torch.is_grad_enabled()))
 
     def _refresh(self, event: Event) -> None:
@@ -166,9 +165,7 @@ class Runtime:
             flags = int(np.bitwise_or.reduce(rows[:, 0]))
         if flags & REPLACED:
             raise_for_replaced(flats)
-        for bit, trainable in ((TRAINABLE, True), (FROZEN, False)):
-            if flags & bit:
-                self.mark_stale(trainable=trainable)
+        self.mark_stale([flat for flat in flats if flags & (TRAINABLE if flat.trainable else FROZEN)])
         if flags & TOGGLED:  # last: the flags speak of what was trained until now
             self._follow_toggles()
         if not self.lifetime.release_parameters:
@@ -178,7 +175,7 @@ class Runtime:
         """Put what the user has changed, beside the optimizer, into the shared parameters."""
         changed = [flat for flat in self.flats if flat.changed() or flat.stale]
         if changed:
-            window.await_readers(agreements(self.comm))
+            self._await_readers(window)
             for flat in changed:
                 flat.stale = True
                 flat.unshard()
@@ -222,7 +219,7 @@ class Runtime:
         if in_backward():
             return
         self.gathers.finish(release=True)
-        self.observe("forward", "", self._started)
+        self.observe("forward", "", call.began)
         if call.grad and not failed and not call.unit.pins and self.lifetime.release_parameters:
             self.gathers.expect(BACKWARD)
         self.end_reading(together=not call.grad and not failed)
@@ -234,11 +231,15 @@ class Runtime:
         outermost = self._calls[0].unit
         if not running(outermost.module, besides=int(entering is outermost)):
             self._calls.clear()
-            self.gathers.finish(release=True)
-            for unit in self.units:
-                if unit.shown:
-                    unit.reshard()
+            self.hide_all()
             self.end_reading()
+
+    def hide_all(self) -> None:
+        """Show all shards, settle what was gathered ahead, and let go what the stage does not keep."""
+        self.gathers.finish(release=True)
+        for unit in self.units:
+            if unit.shown or (unit.keep and unit.released):
+                self.reshard(unit)
 
     def _leave(self, unit: Unit) -> Call | None:
         """End the unit's innermost call, and those inside it that never ended; None if its beginning was not seen."""
@@ -252,14 +253,14 @@ class Runtime:
     def _watch_outputs(self, call: Call, output: Any) -> bool:
         """Find the tensors by whose gradients backward enters the unit; return whether it must stay gathered."""
         unit = call.unit
-        found = tensors_in(output)
+        outputs = found = tensors_in(output)
         if self.lifetime.release_parameters:
-            found += [*call.added(), *hidden_tensors(unit.own_modules)]
+            found = [*found, *call.added(), *hidden_tensors(unit.own_modules)]
         wanted = {id(tensor): tensor for tensor in found if tensor.requires_grad}
         seen = self.version(unit)
         for tensor in wanted.values():
             tensor.register_hook(lambda _, seen=seen: self.backward.enter(call, seen))
-        return not wanted and not tensors_in(output) and bool(unit.trainable) and self.lifetime.release_parameters
+        return not wanted and not outputs and bool(unit.trainable) and self.lifetime.release_parameters
 
     def _watch_inputs(self, call: Call, args: Any, kwargs: Any) -> None:
         """Release a unit with frozen parameters once backward is through it: their gradients do not tell when."""
@@ -272,22 +273,22 @@ class Runtime:
         self._stepping = time.perf_counter()
         self._forget_interrupted()
         if self.window is not None:
-            self.window.await_readers(agreements(self.comm))
+            self._await_readers(self.window)
 
     def after_step(self) -> None:
         """Have the full parameters filled anew: at once where the node shares them, else with the next forward."""
-        self.mark_stale()
+        trainable = [flat for flat in self.flats if flat.trainable]
+        self.mark_stale(trainable)
         if self.window is not None:
-            for flat in self._trainable():
+            for flat in trainable:
                 flat.unshard()
             self.window.stepped()
         self.observe("step", "", self._stepping)
 
-    def mark_stale(self, *, trainable: bool = True) -> None:
-        """Make the trainable (or the frozen) full parameters be filled anew before they are used again."""
-        for flat in self.flats:
-            if flat.trainable == trainable:
-                flat.stale = not flat.aliased or (flat.lifetime.cut and not flat.lifetime.shared)
+    def mark_stale(self, flats: list[FlatParams]) -> None:
+        """Make full parameters be filled anew before they are used again."""
+        for flat in flats:
+            flat.stale = flat.apart
 
     def check_synced(self, what: str) -> None:
         """Raise ShardError if `no_sync` has kept back gradients that were not reduced yet."""
@@ -300,15 +301,10 @@ class Runtime:
                 "the last micro-batch"
             )
 
-    def begin_step(self) -> None:
-        """Begin the sum over a step's micro-batches, forgetting what one that was not finished has left."""
-        self.backward.begin_step()
-
-    def check_together(self, kind: str) -> None:
-        """Agree that all ranks make the call `kind`; see `agree`."""
+    def check_together(self, kind: str, extra: Any = None) -> Any:
+        """Agree that all ranks make the call `kind`; return what `agree` does, None on one rank."""
         self._forget_interrupted()
-        if self.comm.size > 1:
-            self.agree(Event(kind=kind))
+        return self.agree(Event(kind=kind), extra) if self.comm.size > 1 else None
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
@@ -335,8 +331,7 @@ class Runtime:
                 self.reshard(unit)
             self.end_reading(together=sys.exc_info()[1] is None)
             if changed:
-                self.mark_stale()
-                self.mark_stale(trainable=False)
+                self.mark_stale(self.flats)
         if changed:
             raise ShardError(
                 "parameters must be left alone inside unsharded (got a change in place): the shards would not see it; "
@@ -350,16 +345,6 @@ class Runtime:
 
     def _check_agreement(self) -> None:
         self.backward.check_agreement()
-
-    @property
-    def room_bytes(self) -> int:
-        """Return the bytes of shared memory that this rank's gradients are collected in."""
-        return self.reductions.room_bytes
-
-    @property
-    def flats(self) -> list[FlatParams]:
-        """Return all flat buffers, in the order of the units."""
-        return [flat for unit in self.units for flat in unit.flats]
 
     def agree(self, event: Event, extra: Any = None) -> Any:
         """Agree on an event; see `agree.agree`. Collective."""
@@ -378,14 +363,16 @@ class Runtime:
         if self.window is not None and not (self._calls or self.backward.running or self.pinned):
             self.window.end_reading()
             if together and any(flat.aliased for flat in self.flats):
-                self.window.await_readers(agreements(self.comm))
+                self._await_readers(self.window)
+
+    def _await_readers(self, window: Window) -> None:
+        start = time.perf_counter()
+        window.await_readers(agreements(self.comm))
+        self.observe("agree", "", start)
 
     def version(self, unit: Unit) -> int:
         """Return a number that grows with every change of a unit's values that this rank can know of."""
         return unit.version() + (0 if self.window is None else self.window.generation())
-
-    def _trainable(self) -> list[FlatParams]:
-        return [flat for flat in self.flats if flat.trainable]
 
     def gradients(self) -> list[Gradients]:
         """Return the gradients of all flat buffers with something to train."""

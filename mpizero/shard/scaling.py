@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpizero.errors import ShardError
+from mpizero.shard.optimizers import runtimes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +33,9 @@ def catch_torch_scaling() -> None:
 def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def checked(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(scaler, "agrees_over_ranks", False) and _has_shards(optimizer):
+        if not getattr(scaler, "agrees_over_ranks", False) and any(
+            runtime.lifetime.cut for runtime in runtimes_of(optimizer)
+        ):
             raise ShardError(
                 f"losses of a sharded model must be scaled by mpizero.GradScaler() (got {type(scaler).__module__}."
                 f"{type(scaler).__name__}): torch's would let a rank step while another skips"
@@ -40,9 +43,3 @@ def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(scaler, optimizer, *args, **kwargs)
 
     return checked
-
-
-def _has_shards(optimizer: Any) -> bool:
-    """Return whether the optimizer holds parameters of which this rank has a part."""
-    owners = (getattr(param, "_mpizero_owner", None) for group in optimizer.param_groups for param in group["params"])
-    return any(owner.lifetime.cut for owner in owners if owner is not None)

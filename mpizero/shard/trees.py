@@ -9,11 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["cast_floating", "mapped", "tensors_in"]
+__all__ = ["cast_floating", "mapped", "own_attributes", "tensors_in"]
 
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, type, ModuleType, nn.Module)
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 DEPTH = 8
 """How far to look into nested containers, which may hold each other; an object counts as three."""
+
+
+def own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return what a module keeps beside what every module has, by name."""
+    return [(name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -22,11 +22,12 @@ __all__ = ["Unit", "UnitState"]
 class UnitState(Enum):
     """Say what a unit holds, and what that costs in memory.
 
-    With n elements in the unit and p ranks; stages 0 to 2 never leave `GATHERED`, but for being stale after a step.
+    With n elements in the unit and p ranks. Where full parameters live on, at stages 0 to 2 and in a node's shared
+    memory, their n elements are there in every state, and a state says only what modules show.
     """
 
     SHARDED = "sharded"
-    """Modules hold shards: n/p master elements, n/p accumulators, nothing else."""
+    """Modules hold shards: n/p master elements and n/p accumulators."""
     GATHERED = "gathered"
     """Modules hold full parameters: n elements more. In forward, from the unit's pre-forward hook to its end."""
     BACKWARD = "backward"
@@ -70,9 +71,7 @@ class Unit:
         self.gradients = [flat.gradients for flat in self.trainable if flat.gradients is not None]
         self.trained = sum(len(flat.trained) for flat in self.flats)
         self.has_frozen = self.trained < self.parameters
-        self.gradient_bytes = sum(
-            gradients.flat.layout.length * gradients.dtype.itemsize for gradients in self.gradients
-        )
+        self.gradient_bytes = sum(gradients.nbytes for gradients in self.gradients)
         """Bytes of one backward's gradients."""
 
     @property
@@ -103,7 +102,7 @@ class Unit:
         return done and all(gradients.complete for gradients in self.gradients)
 
     def version(self) -> int:
-        """Return a number that grows with every change in place of any shard, by any rank that shares them."""
+        """Return a number that grows with every change in place of any of this rank's shards."""
         return sum(flat.version() for flat in self.flats)
 
     def full_version(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mpizero.collectives import broadcast
-from mpizero.comm import Stats, world
+from mpizero.collectives.call import default_communicator
 from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
 from mpizero.settings import settings
 from mpizero.shard.agree import check_same
@@ -23,10 +23,13 @@ from mpizero.shard.meta import MetaModel
 from mpizero.shard.optimizers import install_step_hooks
 from mpizero.shard.policy import Overlap, Precision, Ranks, lifetime_of, parse_stage, ranks_of
 from mpizero.shard.runtime import Runtime, runtime_of
+from mpizero.shard.scaling import catch_torch_scaling
 from mpizero.shard.window import make_window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    from mpizero.comm import Stats
 
 __all__ = ["full_parameters", "no_sync", "shard", "stats", "unsharded"]
 
@@ -108,21 +111,22 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
     overlap = Overlap(prefetch=prefetch, bucket_bytes=bucket_bytes, reshard_after_forward=reshard_after_forward)
     ignored = _ignored(model, ignored_params)
     grouped = plan_units(model, units, precision, {id(param) for _, param in ignored})
-    comm = (world() if comm is None else comm).private
+    comm = default_communicator(comm).private
     _set_threads(comm, exact=exact)
     install_step_hooks()
+    course = Course(model, torch.get_num_threads()) if exact else None
     if comm.size > 1:
         choices = [f"stage {stage}", str(precision), str(overlap), f"node_shared {node_shared}", f"exact {exact}"]
-        choices += [f"{torch.get_num_threads()} threads of torch"] if exact else []
+        choices += [f"{course.threads} threads of torch", *course.lines] if course is not None else []
         check_same(comm, describe(grouped, model, choices))
+    if course is not None:
+        check_exact(model, precision, ignored)
     meta = MetaModel(model, materialize)
     meta.prepare(comm, [param for _, param in ignored])
     if comm.size > 1:
         _broadcast([*model.buffers(), *(param.data for _, param in ignored)], comm)
     ranks, number = ranks_of(comm, number, group, hybrid=hybrid)
-    course = Course(model, torch.get_num_threads()) if exact else None
-    if exact:
-        check_exact(model, precision, ignored)
+    if course is not None:
         check_exact_ranks(ranks)
     _let_caller_drive(ranks)
     window = None
@@ -132,6 +136,7 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
     lifetime = lifetime_of(number, ranks.group.size, shared=window is not None, exact=course)
     if lifetime.cut:
         catch_torch_clipping()
+        catch_torch_scaling()
     cast_buffers(model, precision)
     keep_modules(model, precision)
     made = make_units(grouped, ranks, lifetime, precision, window=window, meta=meta)
@@ -198,12 +203,11 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     runtime = runtime_of(model)
     runtime.check_together("full_parameters")
     found: dict[str, Tensor] = {}
-    for unit in runtime.units:
-        for flat in unit.flats:
-            whole = flat.gather_master()
-            for slot, member in zip(flat.layout.slots, flat.members, strict=True):
-                value = whole[slot.offset : slot.stop].view(slot.shape).clone()
-                found.update(dict.fromkeys(member.names, value))
+    for flat in runtime.flats:
+        whole = flat.gather_master()
+        for slot, member in zip(flat.layout.slots, flat.members, strict=True):
+            value = whole[slot.offset : slot.stop].view(slot.shape).clone()
+            found.update(dict.fromkeys(member.names, value))
     named = model.named_parameters(remove_duplicate=False)
     return {name: found[name] if name in found else param.detach().clone() for name, param in named}  # or ignored
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -48,8 +49,8 @@ def full_parameter(param: Tensor) -> Tensor:
         ArgumentTypeError: for what is not a sharded model's parameter.
         ShardError: on all ranks, if they ask for different things; names them.
 
-    Collective. Each rank sends its part to all others of its group, padded to the largest: at most 4 bytes per element
-    of the parameter and rank, and a few dozen bytes to agree. Needs memory for the parameter twice.
+    Collective. Each rank sends its part to all others of its group: at most 4 bytes per element of the parameter and
+    rank, and a few dozen bytes to agree. Needs memory for the parameter.
     """
     place = _Place(param)
     place.agree(READ + PARAMETER, ELEMENTS)
@@ -115,9 +116,8 @@ def set_full_parameter(param: Tensor, value: Tensor | None) -> None:
     runtime.before_step()
     with torch.no_grad():
         place.shard.copy_(place.cut(whole))
-    for trainable in (True, False):
-        runtime.mark_stale(trainable=trainable)
-    if runtime.window is not None:
+    if runtime.window is not None:  # else the next forward finds that this buffer has changed
+        place.flat.stale = not place.flat.aliased
         place.flat.unshard()
         runtime.window.stepped()
 
@@ -158,12 +158,12 @@ def set_full_optimizer_state(
     if kind == ELEMENTS:
         if isinstance(value, int | float) and not place.slot.shape:
             value = torch.tensor(float(value))
-        place.agree(WRITE + STATE, place.fits(value), value)
+        place.agree(WRITE + STATE, place.fits(value), value, key=key)
         old.copy_(place.cut(place.receive(value, old.dtype)))
         return
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     number = number if isinstance(number, int | float) else None
-    place.agree(WRITE + STATE, MISSING if number is None else ALIKE, value)
+    place.agree(WRITE + STATE, MISSING if number is None else ALIKE, value, key=key)
     told = torch.tensor([0.0 if number is None else number], dtype=torch.float64)
     if place.runtime.comm.size > 1:
         broadcast(told, place.runtime.comm)
@@ -206,44 +206,46 @@ class _Place:
             return MISSING
         return ELEMENTS if isinstance(value, Tensor) and tuple(value.shape) == self.slot.shape else MISFIT
 
-    def agree(self, call: int, has: int, value: Any = None) -> int:
+    def agree(self, call: int, has: int, value: Any = None, *, key: str = "", looks: bool = False) -> int:
         """Agree that all ranks ask for the same; return what they have.
 
         Args:
             call: what this rank asks for.
             has: what it has: where something is set, rank 0's counts.
             value: what it wants to set, for the error.
+            key: which of an optimizer's states.
+            looks: whether a call that sets something only looks at what is there, so far.
 
         Raises:
             ShardError: on all ranks, if they ask for different things, or some have a gradient and others none.
             ArgumentError: on all ranks, if rank 0's value does not fit.
         """
         what = f"{CALLS[call]} of {self.slot.name!r}"
-        mine = np.array([call, self._number(), has], np.int32)
-        rows = mine[None]
-        runtime = self.runtime
+        mine = np.array([call, self._number(), crc32(key.encode()) >> 1, has], np.int32)
+        runtime, rows = self.runtime, mine[None]
         if runtime.comm.size > 1:
-            runtime.check_together("full_parameter")  # first, as all events are: equally many bytes each
-            rows = all_gather(mine, runtime.comm).reshape(-1, len(mine))
-        if (rows[:, :2] != rows[0, :2]).any():
-            calls = "; ".join(f"rank {rank}: {self._describe(*row[:2])}" for rank, row in enumerate(rows.tolist()))
+            said = runtime.check_together("full_parameter", mine.view(np.uint8))
+            rows = np.ascontiguousarray(said[:, 1:]).view(np.int32)
+        if (rows[:, :3] != rows[0, :3]).any():
+            calls = "; ".join(f"rank {rank}: {self._describe(*row[:3])}" for rank, row in enumerate(rows.tolist()))
             raise ShardError(f"all ranks must ask for the same (got {calls}): these calls are collective")
-        if call >= WRITE:
-            if rows[0, 2] in {MISSING, MISFIT}:
+        everyones, sets = rows[:, 3], call >= WRITE and not looks
+        if sets:
+            if everyones[0] in {MISSING, MISFIT}:
                 got = "something else" if runtime.comm.rank else _shown(value)
                 rule = f"rank 0's tensor of shape {self.slot.shape}, for a parameter that is trained, or a number"
                 raise ArgumentError(must_be(f"value for {what}", rule, got))
-        elif (rows[:, 2] == MISSING).any() != (rows[:, 2] == MISSING).all():
-            have = np.flatnonzero(rows[:, 2] != MISSING).tolist()
+        elif (everyones == MISSING).any() != (everyones == MISSING).all():
+            have = np.flatnonzero(everyones != MISSING).tolist()
             raise ShardError(f"{what} must be there on all ranks or on none (got it on ranks {have})")
-        return int(rows[0, 2]) if call >= WRITE or (rows[:, 2] == rows[0, 2]).all() else ALIKE
+        return int(everyones[0]) if sets or (everyones == everyones[0]).all() else ALIKE
 
     def agree_on_state(self, call: int, value: Any, key: str, optimizer: torch.optim.Optimizer) -> int:
         """Agree on what a state is; raise ArgumentError on all ranks if there is none."""
         has = MISSING if value is None else ALIKE
         if isinstance(value, Tensor) and value.shape == self.shard.shape:
             has = ELEMENTS
-        if (kind := self.agree(READ + STATE, has)) == MISSING:
+        if (kind := self.agree(call, has, key=key, looks=True)) == MISSING:
             known = ", ".join(self.state(optimizer)) or "no state before its first step"
             raise ArgumentError(must_be(f"key of {CALLS[call]}", f"one that the optimizer has ({known})", key))
         return kind
@@ -253,15 +255,10 @@ class _Place:
         flat, slot = self.flat, self.slot
         if not flat.lifetime.cut:
             return part.detach().clone()
-        pieces = [flat.layout.piece(self.index, rank) for rank in range(flat.comm.size)]
-        block = torch.zeros(max(piece.numel for piece in pieces), dtype=part.dtype)
-        whole = torch.empty(slot.numel, dtype=part.dtype)
-        if not block.numel():
-            return whole.view(slot.shape)
-        block[: part.numel()] = part.detach().reshape(-1)
-        rows = all_gather(block, flat.comm).view(len(pieces), -1)
-        for piece, row in zip(pieces, rows, strict=True):
-            whole[piece.start : piece.stop] = row[: piece.numel]
+        if not slot.numel:
+            return part.new_empty(slot.shape)
+        counts = [flat.layout.piece(self.index, rank).numel for rank in range(flat.comm.size)]
+        whole: Tensor = all_gather(part.detach().reshape(-1), flat.comm, counts=counts)
         return whole.view(slot.shape)
 
     def receive(self, value: Any, dtype: torch.dtype) -> Tensor:
@@ -286,9 +283,9 @@ class _Place:
         before = self.runtime.flats[: self.flat.number]
         return sum(len(flat.shards) for flat in before) + self.index
 
-    def _describe(self, call: int, number: int) -> str:
+    def _describe(self, call: int, number: int, key: int) -> str:
         names = [slot.name for flat in self.runtime.flats for slot in flat.layout.slots]
-        return f"{CALLS[call]} of {names[number]!r}"
+        return f"{CALLS[call]} of {names[number]!r}" + (f", key #{key:x}" if key else "")
 
 
 def _shown(value: Any) -> str:

@@ -109,7 +109,7 @@ def make_window(comm: Any, sizes: list[int]) -> Window | None:
         comm: the ranks of one group.
         sizes: bytes of each buffer, in the order in which they will be taken.
     """
-    if getattr(comm, "board", None) is None:
+    if comm.board is None:
         return None
     memory = comm.window(LINE * comm.size + sum(_round(size) for size in sizes))
     return None if memory is None else Window(comm, memory)

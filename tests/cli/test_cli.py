@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mpizero.bench.tables import aligned, ranges
 from mpizero.cli import COMMANDS, main
+from mpizero.tables import aligned, ranges
 
 ROOT = Path(__file__).parents[2]
 

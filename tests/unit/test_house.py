@@ -10,7 +10,7 @@ import mpizero
 
 ROOT = Path(mpizero.__file__).parent
 FLOORS = ["arrays", "comm", "collectives", "plan", "shard", "optim", "checkpoint", "bench", "cli"]
-SHARED = {"errors", "typing", "settings"}
+SHARED = {"errors", "typing", "settings", "tables"}
 DOORS = {"__init__", "__main__"}
 """Modules of the package itself: they load what is asked for, by name."""
 HEIGHT = {**dict.fromkeys(SHARED, -1), **{name: height for height, name in enumerate(FLOORS)}}
