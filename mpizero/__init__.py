@@ -30,6 +30,8 @@ _WHERE = {
         "ArgumentTypeError",
         "CollectiveError",
         "CollectiveTimeoutError",
+        "DeviceError",
+        "DeviceMemoryError",
         "LaunchError",
         "MpiNotFoundError",
         "MpiZeroError",

@@ -11,6 +11,8 @@ __all__ = [
     "ArgumentTypeError",
     "CollectiveError",
     "CollectiveTimeoutError",
+    "DeviceError",
+    "DeviceMemoryError",
     "LaunchError",
     "MpiNotFoundError",
     "MpiZeroError",
@@ -37,6 +39,14 @@ class CollectiveError(MpiZeroError, RuntimeError):
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
     """Say that a peer did not answer within the communicator's time-out."""
+
+
+class DeviceError(MpiZeroError, RuntimeError):
+    """Say that a GPU refused or failed what a collective needs of it."""
+
+
+class DeviceMemoryError(DeviceError, MemoryError):
+    """Say that a GPU of some rank has no room for what a collective needs; all ranks raise it and the job can go on."""
 
 
 class ShardError(MpiZeroError, RuntimeError):

@@ -1,6 +1,8 @@
-"""What memory is: views of numpy and torch arrays, and the local arithmetic on them. Knows no ranks and no MPI."""
+"""What memory is: views of numpy, torch and CuPy arrays, and the local arithmetic on them. Knows no ranks, no MPI."""
 
+from mpizero.arrays.device import Device, DeviceArray, Event, Stream, address_of
 from mpizero.arrays.dtypes import DTYPES, DType, dtype_named
+from mpizero.arrays.gpus import device_of, gpus
 from mpizero.arrays.kernels import UFUNCS, Quiet, can_add_halves, combine, copy, halves_adder
 from mpizero.arrays.view import (
     Borrowed,
@@ -20,16 +22,23 @@ __all__ = [
     "UFUNCS",
     "Borrowed",
     "DType",
+    "Device",
+    "DeviceArray",
+    "Event",
     "Quiet",
+    "Stream",
     "View",
+    "address_of",
     "borrow",
     "can_add_halves",
     "check_no_partial_overlap",
     "combine",
     "copy",
+    "device_of",
     "dtype_named",
     "flat_memory",
     "from_memory",
+    "gpus",
     "halves_adder",
     "kind_of",
     "new_like",

@@ -151,7 +151,7 @@ def _add_by_torch(*views: View) -> bool:
 
 def _wide(view: View, part: slice) -> Array:
     """Return a part of a view in the type in which it is combined."""
-    data = view.data[part]
+    data: Array = view.data[part]
     if not view.dtype.is_half:
         return data
     torch = sys.modules.get("torch")

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from mpizero.arrays.device import Device, DeviceArray
 from mpizero.arrays.dtypes import DTYPES, DType, dtype_named
+from mpizero.arrays.gpus import device_of, gpus, is_cupy
 from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
 
 __all__ = [
@@ -26,17 +28,23 @@ __all__ = [
     "scratch_view",
 ]
 
+_GPUS = gpus()
 OVERLAP_WORK = 100_000
 """Steps that numpy may take to find out whether two strided arrays share an element; beyond, bounds decide."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Name a contiguous, one-dimensional run of elements in host memory."""
+    """Name a contiguous, one-dimensional run of elements in host or device memory."""
 
-    data: np.ndarray[Any, Any]
-    """The elements as numpy sees them (bfloat16 as uint16)."""
+    data: Any
+    """The elements as numpy sees them (bfloat16 as uint16): a numpy array, or a `DeviceArray`."""
     dtype: DType
+
+    @property
+    def device(self) -> Device | None:
+        """Return the device that holds them; None for host memory."""
+        return self.data.device if type(self.data) is DeviceArray else None
 
     @property
     def count(self) -> int:
@@ -59,10 +67,19 @@ class Borrowed:
     array: Any
     view: View
     packed: bool
+    dense: Any = None
+    """Of an array in device memory: the contiguous array of its library on which the collective works."""
 
     def give_back(self) -> None:
         """Write a packed copy back into the array that it came from."""
         if not self.packed:
+            return
+        if self.dense is not None:
+            shape = tuple(self.array.shape)
+            if _is_torch(self.array):
+                self.array.detach().copy_(self.dense.view(shape))
+            else:
+                self.array[...] = self.dense.reshape(shape)
             return
         data = self.view.data.reshape(tuple(self.array.shape))
         if not _is_torch(self.array):
@@ -75,18 +92,22 @@ class Borrowed:
 
 
 def kind_of(x: Any, what: str = "x") -> str:
-    """Return `numpy` or `torch`, the library that `x` belongs to.
+    """Return `numpy`, `torch` or `cupy`, the library that `x` belongs to.
 
     Raises:
-        ArgumentTypeError: if `x` is neither, lives on a device, or is a torch tensor with no dense storage.
+        ArgumentTypeError: if `x` is of none of them, or is a torch tensor of another kind of device or with no dense
+            storage.
     """
     if isinstance(x, np.ndarray):
         return "numpy"
+    if is_cupy(x):
+        return "cupy"
     if not _is_torch(x):
-        rule = "a numpy array or a torch CPU tensor"
+        rule = "a numpy array, a torch tensor or a CuPy array"
         raise ArgumentTypeError(must_be(what, rule, type(x).__name__, "wrap scalars with numpy.array"))
-    if x.device.type != "cpu" or x.layout is not sys.modules["torch"].strided:
-        raise ArgumentTypeError(must_be(what, "a dense tensor in host memory", f"{x.device}, {x.layout}"))
+    if x.device.type not in {"cpu", "cuda"} or x.layout is not sys.modules["torch"].strided:
+        rule = "a dense tensor in host memory or on a CUDA device"
+        raise ArgumentTypeError(must_be(what, rule, f"{x.device}, {x.layout}"))
     return "torch"
 
 
@@ -94,7 +115,7 @@ def borrow(x: Any, what: str = "x", *, writable: bool) -> Borrowed:
     """Return `x` with a flat view of its elements in index order.
 
     Args:
-        x: a numpy array or a torch CPU tensor of any shape and strides.
+        x: a numpy array, a torch tensor or a CuPy array, of any shape and strides.
         what: the argument's name, for errors.
         writable: whether the collective will write into it.
 
@@ -105,6 +126,8 @@ def borrow(x: Any, what: str = "x", *, writable: bool) -> Borrowed:
     kind = kind_of(x, what)
     if kind == "torch":
         return _borrow_torch(x, what, writable=writable)
+    if kind == "cupy":
+        return _borrow_cupy(x, what, writable=writable)
     if not x.dtype.isnative:
         remedy = "use x.astype(x.dtype.newbyteorder('='))"
         raise ArgumentTypeError(must_be(what, "in native byte order", str(x.dtype), remedy))
@@ -129,7 +152,7 @@ def new_like(x: Any, shape: tuple[int, ...]) -> Any:
     """Return an uninitialised C-ordered array of `x`'s library and dtype with the given shape."""
     if _is_torch(x):
         return x.detach().new_empty(shape)
-    return np.empty(shape, x.dtype)
+    return sys.modules["cupy"].empty(shape, x.dtype) if is_cupy(x) else np.empty(shape, x.dtype)
 
 
 def scratch_view(memory: np.ndarray[Any, Any], dtype: DType) -> View:
@@ -170,8 +193,22 @@ def _borrow_torch(x: Any, what: str, *, writable: bool) -> Borrowed:
     plain = x.detach()
     contiguous = plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
     dense = plain if contiguous else plain.resolve_conj().resolve_neg().contiguous()
-    data = _as_numpy(dense.view(-1), np.dtype(dtype.storage).str)
-    return Borrowed(x, View(data, dtype), packed=not contiguous and writable)
+    device = device_of(x)
+    if device is not None:
+        data = DeviceArray(device, dense.data_ptr(), dense.numel(), dtype.storage, dense)
+        return Borrowed(x, View(data, dtype), packed=not contiguous and writable, dense=dense)
+    flat = _as_numpy(dense.view(-1), np.dtype(dtype.storage).str)
+    return Borrowed(x, View(flat, dtype), packed=not contiguous and writable)
+
+
+def _borrow_cupy(x: Any, what: str, *, writable: bool) -> Borrowed:
+    dtype = dtype_named(x.dtype.name, what)
+    if writable and _overlaps_itself(x.shape, x.strides, x.itemsize):
+        raise ArgumentError(must_be(what, "free of elements that share memory", f"strides {x.strides}", "pass a copy"))
+    contiguous = bool(x.flags.c_contiguous)
+    dense = x if contiguous else sys.modules["cupy"].ascontiguousarray(x)
+    data = DeviceArray(device_of(x), dense.data.ptr, dense.size, dtype.storage, dense)  # type: ignore[arg-type]
+    return Borrowed(x, View(data, dtype), packed=not contiguous and writable, dense=dense)
 
 
 class _Memory:
@@ -189,6 +226,19 @@ class _Memory:
             "typestr": typestr,
             "shape": tuple(tensor.shape),
             "strides": tuple(stride * width for stride in tensor.stride()),
+            "version": 3,
+        }
+
+
+class _Foreign:
+    """Offer the addresses of a CuPy array's elements by numpy's array interface, for comparison alone."""
+
+    def __init__(self, array: Any) -> None:
+        self.__array_interface__ = {
+            "data": (array.data.ptr, False),
+            "typestr": array.dtype.str,
+            "shape": array.shape,
+            "strides": array.strides,
             "version": 3,
         }
 
@@ -216,7 +266,9 @@ def _overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize:
 
 
 def _memory(x: Any) -> np.ndarray[Any, Any]:
-    """Return an array of the same elements, a tensor's as opaque bytes."""
+    """Return an array of the same elements, a tensor's as opaque bytes; never read, it may be device memory."""
+    if is_cupy(x):
+        return np.asarray(_Foreign(x)) if x.size else np.empty(x.shape, x.dtype)
     return _as_numpy(x, f"|V{x.element_size()}") if _is_torch(x) else np.asarray(x)
 
 
@@ -275,6 +327,7 @@ def flat_memory(x: Any) -> np.ndarray[Any, Any] | None:
     if (
         not _is_torch(x)
         or x.device.type != "cpu"
+        or _GPUS.stand_in is not None
         or not x.is_contiguous()
         or x.is_conj()
         or x.is_neg()

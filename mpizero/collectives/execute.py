@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from mpizero.arrays import View, combine, copy, scratch_view
+from mpizero.arrays import View, address_of, scratch_view
+from mpizero.collectives.machine import HOST
 from mpizero.collectives.schedule import Copy, Recv, Ref, Round, Schedule, Send, Space
 from mpizero.comm import STRANDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from mpizero.collectives.buffers import Buffers
-    from mpizero.typing import Bytes, CommunicatorLike, Transport, Wait
+    from mpizero.collectives.machine import Machine
+    from mpizero.typing import Bytes, Transport, Wait
 
-__all__ = ["IN_FLIGHT", "SCRATCH", "execute"]
+__all__ = ["IN_FLIGHT", "SCRATCH", "Workshop", "execute"]
 
 SCRATCH = 8 << 20
 """Bytes of scratch that a collective may use before it is cut in segments.
@@ -32,14 +34,38 @@ another is on the wire. Their messages never meet: each of these strands has a t
 """
 IN_FLIGHT = STRANDS
 
+_NOTHING = np.empty(0, np.uint8)
 
-def execute(schedule: Schedule, buffers: Buffers, comm: CommunicatorLike, *, segment: int, what: str) -> Iterator[Wait]:
+
+class Workshop(Protocol):
+    """Supply what a schedule is run with."""
+
+    @property
+    def transport(self) -> Transport:
+        """Return the wire."""
+        ...
+
+    def scratch(self, nbytes: int) -> Bytes:
+        """Return at least `nbytes` of memory, of the kind in which the buffers lie."""
+        ...
+
+
+def execute(
+    schedule: Schedule,
+    buffers: Buffers,
+    comm: Workshop,
+    *,
+    segment: int,
+    what: str,
+    machines: Sequence[Machine] = (HOST,) * IN_FLIGHT,
+) -> Iterator[Wait]:
     """Run one rank's schedule, step by step: yields where it has to wait.
 
     Args:
         schedule: the rank's own.
         buffers: its input and output.
         comm: supplies the transport and the scratch memory.
+        machines: do the local steps, one per strand.
         segment: elements of a chunk to work on at a time, equal on all ranks; see [Note: segments].
         what: the collective's name, for errors.
     """
@@ -52,7 +78,8 @@ def execute(schedule: Schedule, buffers: Buffers, comm: CommunicatorLike, *, seg
     strands = []
     for strand in range(depth):
         scratch = memory[strand * sum(room) : (strand + 1) * sum(room)]
-        strands.append(_strand([_Run(frame, scratch, start, strand) for start in starts[strand::depth]], what))
+        runs = [_Run(frame, scratch, start, (strand, machines[strand])) for start in starts[strand::depth]]
+        strands.append(_strand(runs, what))
     whole = False
     try:
         yield from strands[0] if depth == 1 else _together(strands)
@@ -137,31 +164,45 @@ class _Frame(NamedTuple):
 class _Run:
     """Hold one segment's run: resolves refs to memory, and packs messages of several chunks."""
 
-    def __init__(self, frame: _Frame, memory: Bytes, start: int, strand: int) -> None:
+    def __init__(self, frame: _Frame, memory: Bytes, start: int, strand: tuple[int, Machine]) -> None:
         self.schedule, self.buffers, self.transport, (raw, acc), self.step = frame
-        self.start, self.strand = start, strand
+        self.start, (self.strand, self.machine) = start, strand
         self.dtype, self.op, self.divisor = self.buffers.arithmetic
         self.raw = scratch_view(memory[:raw], self.dtype)
         self.accumulators = scratch_view(memory[raw : raw + acc], self.dtype.accumulator(self.op))
 
     def rounds(self, what: str) -> Iterator[Wait]:
         """Run every round."""
+        machine = self.machine
         for round_ in self.schedule.rounds:
-            unpack = self._post(round_)
+            machine.turn()
+            packed = self._pack(round_)
+            if round_.messages and (settled := machine.settled()) is not None:
+                yield settled
+            unpack = self._post(round_, packed)
             early = _is_apart(round_)
             if early:
                 self._local(round_)
             wait = self.transport.pending(what)
             if wait is not None:
                 yield wait
-            for packed, refs in unpack:
-                self._unpack(packed, refs)
+            for message, views in unpack:
+                machine.unpack(message, views)
             if not early:
                 self._local(round_)
 
-    def _post(self, round_: Round) -> list[tuple[Bytes, tuple[Ref, ...]]]:
+    def _pack(self, round_: Round) -> list[Bytes]:
+        """Return what a round's sends carry, of several chunks packed; empty messages included."""
+        packed = []
+        for step in round_.messages:
+            if isinstance(step, Send):
+                views = self._views(step.refs)
+                packed.append(views[0] if len(views) == 1 else self.machine.pack(views) if views else _NOTHING)
+        return packed
+
+    def _post(self, round_: Round, packed: list[Bytes]) -> list[tuple[Bytes, list[Bytes]]]:
         """Post a round's messages, receives first; return those that have to be unpacked afterwards."""
-        unpack: list[tuple[Bytes, tuple[Ref, ...]]] = []
+        unpack: list[tuple[Bytes, list[Bytes]]] = []
         self.transport.strand = self.strand
         for step in round_.messages:
             if not isinstance(step, Recv):
@@ -170,15 +211,13 @@ class _Run:
             if len(views) == 1:
                 self.transport.receive(step.peer, views[0])
             elif views:
-                packed = np.empty(sum(view.nbytes for view in views), np.uint8)
-                self.transport.receive(step.peer, packed)
-                unpack.append((packed, step.refs))
-        for step in round_.messages:
-            if isinstance(step, Send):
-                views = self._views(step.refs)
-                if views:
-                    data = views[0] if len(views) == 1 else np.concatenate([view.view(np.uint8) for view in views])
-                    self.transport.send(step.peer, data)
+                message = self.machine.room(sum(view.nbytes for view in views))
+                self.transport.receive(step.peer, message)
+                unpack.append((message, views))
+        sends = (step for step in round_.messages if isinstance(step, Send))
+        for step, data in zip(sends, packed, strict=True):
+            if data.nbytes:
+                self.transport.send(step.peer, data)
         return unpack
 
     def _views(self, refs: tuple[Ref, ...]) -> list[Bytes]:
@@ -197,22 +236,16 @@ class _Run:
                 runs.append((pool, start, stop))
         return [pool.data[start:stop] for pool, start, stop in runs]
 
-    def _unpack(self, packed: Bytes, refs: tuple[Ref, ...]) -> None:
-        position = 0
-        for view in self._views(refs):
-            view.view(np.uint8)[:] = packed[position : position + view.nbytes]
-            position += view.nbytes
-
     def _local(self, round_: Round) -> None:
         for step in round_.local:
             target = self.view(step.dst)
             divisor = self.divisor if step.dst.space is Space.OUT else 1
             if isinstance(step, Copy):
                 source = self.view(step.src)
-                if source.data.ctypes.data != target.data.ctypes.data or divisor != 1:
-                    copy(target, source, divisor)
+                if address_of(source.data) != address_of(target.data) or divisor != 1:
+                    self.machine.copy(target, source, divisor)
             else:
-                combine(self.op, target, self.view(step.left), self.view(step.right), divisor)
+                self.machine.combine(self.op, target, self.view(step.left), self.view(step.right), divisor)
 
     def view(self, ref: Ref) -> View:
         """Return the memory of a ref within this segment."""

@@ -1,0 +1,321 @@
+"""Device memory, and what a GPU does with it for a collective: allocate, copy, add, and say when that is done.
+
+Everything goes through a few functions of CUDA's runtime, those of `cupy.cuda.runtime`, so that a stand-in on the host
+can take their place in tests (`testing/host_runtime`), and through `Kernels`, the arithmetic.
+
+[Note: streams and MPI] A kernel or a copy that was started is not done; it runs some time later, in the order of its
+stream and in no order with other streams and with the host. MPI, the other ranks and the host's own loads know nothing
+of streams. So, everywhere in mpizero:
+
+1. A collective begins by recording an event on every stream that the caller may have used (torch's current one and
+   CuPy's), and its own streams wait for these before they touch a buffer, be it to read or to write it.
+2. Memory is shown to MPI, to a peer or to the host's loads only when an event recorded behind all work on it is done,
+   as seen by the host: before a send, for what writes the buffer; before a receive, for what still reads it.
+3. A received message is there when MPI or the peer says so; work started after that sees it.
+4. The collective ends by recording an event on its own stream, for which the caller's streams wait: the device waits,
+   the host does not.
+5. Memory that work in flight touches is kept alive until an event behind that work is done (`Device.keep`), and is used
+   again only behind such an event: the caller may drop its arrays at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from mpizero.errors import DeviceError, DeviceMemoryError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from mpizero.arrays.view import View
+
+__all__ = ["Device", "DeviceArray", "Event", "Kernels", "Runtime", "Stream", "address_of"]
+
+_ANY_DIRECTION = 4
+"""cudaMemcpyDefault: the runtime sees from the addresses which way a copy goes."""
+_NON_BLOCKING = 1
+"""cudaStreamNonBlocking: no order with the legacy default stream but the one that events make."""
+_NO_TIMING = 2
+"""cudaEventDisableTiming."""
+_PORTABLE = 1
+"""cudaHostAllocPortable and cudaHostRegisterPortable: page-locked for all devices."""
+_SUCCESS, _OUT_OF_MEMORY, _NOT_READY = 0, 2, 600
+
+
+class Runtime(Protocol):
+    """The functions of CUDA's runtime that are used, under the names and with the arguments that CuPy gives them."""
+
+    def setDevice(self, number: int) -> None: ...  # noqa: D102, N802
+    def malloc(self, size: int) -> int: ...  # noqa: D102
+    def free(self, address: int) -> None: ...  # noqa: D102
+    def hostAlloc(self, size: int, flags: int) -> int: ...  # noqa: D102, N802
+    def freeHost(self, address: int) -> None: ...  # noqa: D102, N802
+    def hostRegister(self, address: int, size: int, flags: int) -> None: ...  # noqa: D102, N802
+    def hostUnregister(self, address: int) -> None: ...  # noqa: D102, N802
+    def memcpyAsync(self, dst: int, src: int, size: int, kind: int, stream: int) -> None: ...  # noqa: D102, N802
+    def streamCreateWithFlags(self, flags: int) -> int: ...  # noqa: D102, N802
+    def streamWaitEvent(self, stream: int, event: int) -> None: ...  # noqa: D102, N802
+    def eventCreateWithFlags(self, flags: int) -> int: ...  # noqa: D102, N802
+    def eventDestroy(self, event: int) -> None: ...  # noqa: D102, N802
+    def eventRecord(self, event: int, stream: int) -> None: ...  # noqa: D102, N802
+    def eventQuery(self, event: int) -> int: ...  # noqa: D102, N802
+    def eventSynchronize(self, event: int) -> None: ...  # noqa: D102, N802
+    def ipcGetMemHandle(self, address: int) -> bytes: ...  # noqa: D102, N802
+    def ipcOpenMemHandle(self, handle: bytes) -> int: ...  # noqa: D102, N802
+    def ipcCloseMemHandle(self, address: int) -> None: ...  # noqa: D102, N802
+
+
+class Kernels(Protocol):
+    """Do the arithmetic of collectives on a device."""
+
+    def reduce(self, op: str, targets: Sequence[View], sources: Sequence[View], divisor: int, stream: int) -> None:
+        """Combine the sources in the canonical order, divide, round once, and store the result in every target.
+
+        Args:
+            op: sum, mean (adds), prod, max, min, or copy (of one source).
+            targets: views of the element type, or of its accumulation type; may be exactly one of the sources.
+            sources: likewise, at most 32, the lowest rank's first.
+            divisor: 1, or the number of ranks for a mean.
+            stream: the handle of the stream.
+        """
+        ...
+
+    def move(self, runs: Sequence[tuple[int, int, int]], stream: int) -> None:
+        """Copy runs of device memory, each (from, to, bytes), in one go: pack or unpack."""
+        ...
+
+
+class Event:
+    """Mark a place in a stream: done once all work before it is."""
+
+    __slots__ = ("__weakref__", "_finished", "_runtime", "handle")
+
+    def __init__(self, runtime: Runtime, stream: int) -> None:
+        """Record an event on `stream`."""
+        self._runtime, self._finished = runtime, False
+        self.handle = runtime.eventCreateWithFlags(_NO_TIMING)
+        runtime.eventRecord(self.handle, stream)
+        weakref.finalize(self, runtime.eventDestroy, self.handle).atexit = False
+
+    def done(self) -> bool:
+        """Return whether it has been reached; never blocks.
+
+        Raises:
+            DeviceError: where the device has failed meanwhile.
+        """
+        if not self._finished:
+            status = self._runtime.eventQuery(self.handle)
+            if status not in {_SUCCESS, _NOT_READY}:
+                raise DeviceError(f"the device must finish what it was given (got CUDA error {status})")
+            self._finished = status == _SUCCESS
+        return self._finished
+
+    def synchronize(self) -> None:
+        """Block until it has been reached."""
+        if not self._finished:
+            self._runtime.eventSynchronize(self.handle)
+            self._finished = True
+
+
+class Stream:
+    """Be a queue of work on a device, run in its order."""
+
+    __slots__ = ("_runtime", "handle")
+
+    def __init__(self, runtime: Runtime, handle: int) -> None:
+        """Name the stream `handle`."""
+        self._runtime, self.handle = runtime, handle
+
+    def record(self) -> Event:
+        """Return an event behind all work given so far."""
+        return Event(self._runtime, self.handle)
+
+    def wait(self, event: Event) -> None:
+        """Have later work wait for an event; the host does not."""
+        self._runtime.streamWaitEvent(self.handle, event.handle)
+
+
+class DeviceArray:
+    """Name a contiguous run of elements in device memory, and keep it alive. What numpy's flat arrays are on a host."""
+
+    __slots__ = ("address", "device", "dtype", "owner", "size")
+
+    def __init__(self, device: Device, address: int, size: int, dtype: Any, owner: Any) -> None:
+        """Name memory.
+
+        Args:
+            device: whose.
+            address: of the first byte.
+            size: elements.
+            dtype: the numpy dtype of one element's bytes.
+            owner: what keeps the memory alive.
+        """
+        self.device, self.address, self.size, self.owner = device, address, size, owner
+        self.dtype = np.dtype(dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes."""
+        return int(self.size * self.dtype.itemsize)
+
+    def __len__(self) -> int:
+        """Return the number of elements."""
+        return self.size
+
+    def __getitem__(self, part: slice) -> DeviceArray:
+        """Return the elements of a slice without a step, sharing memory."""
+        start, stop, step = part.indices(self.size)
+        if step != 1:
+            raise IndexError("a slice of device memory must have no step")
+        address = self.address + start * self.dtype.itemsize
+        return DeviceArray(self.device, address, max(0, stop - start), self.dtype, self.owner)
+
+    def view(self, dtype: Any) -> DeviceArray:
+        """Return the same bytes as elements of another numpy dtype."""
+        dtype = np.dtype(dtype)
+        return DeviceArray(self.device, self.address, self.nbytes // dtype.itemsize, dtype, self.owner)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Describe the memory to CuPy, torch and mpi4py."""
+        data = (self.address if self.size else 0, False)
+        return {"shape": (self.size,), "typestr": self.dtype.str, "data": data, "version": 3, "stream": None}
+
+
+class _Allocation:
+    """Own device memory; freed when the last array of it is dropped."""
+
+    __slots__ = ("__weakref__",)
+
+    def __init__(self, free: Callable[[int], None], address: int) -> None:
+        # At exit the driver frees all memory, and may be gone before Python is.
+        weakref.finalize(self, free, address).atexit = False
+
+
+class _Pinned:
+    """Offer page-locked host memory as an array, and own it."""
+
+    def __init__(self, free: Callable[[int], None], address: int, nbytes: int) -> None:
+        self.__array_interface__ = {"data": (address, False), "typestr": "|u1", "shape": (nbytes,), "version": 3}
+        weakref.finalize(self, free, address).atexit = False
+
+
+class Device:
+    """Be one GPU as seen by this process."""
+
+    def __init__(
+        self, runtime: Runtime, kernels: Kernels, number: int, *, users: Callable[[int], Sequence[int]]
+    ) -> None:
+        """Use a device.
+
+        Args:
+            runtime: `cupy.cuda.runtime`, or what stands in for it.
+            kernels: the arithmetic.
+            number: the device's index among those that this process sees.
+            users: gives the handles of the streams that the caller's libraries use now on the device of a number.
+        """
+        self.runtime, self.kernels, self.number = runtime, kernels, number
+        self._users = users
+        self._thread = threading.local()
+        self._kept: list[tuple[Event, Any]] = []
+        self._lock = threading.Lock()
+
+    def use(self) -> None:
+        """Make it this thread's current device."""
+        if not getattr(self._thread, "used", False):
+            self.runtime.setDevice(self.number)
+            self._thread.used = True
+
+    def allocate(self, nbytes: int) -> DeviceArray:
+        """Return uninitialised bytes of plain `cudaMalloc`, which other processes can be given (see `share`).
+
+        Raises:
+            DeviceMemoryError: where the device has no room.
+        """
+        self.use()
+        try:
+            address = self.runtime.malloc(max(nbytes, 1))
+        except Exception as error:
+            if getattr(error, "status", None) != _OUT_OF_MEMORY:
+                raise
+            text = f"GPU {self.number} must have {nbytes:,} bytes free for collectives (got too few): "
+            raise DeviceMemoryError(f"{text}free tensors, or call torch.cuda.empty_cache()") from error
+        return DeviceArray(self, address, nbytes, np.uint8, _Allocation(self.runtime.free, address))
+
+    def pinned(self, nbytes: int) -> np.ndarray[Any, Any]:
+        """Return uninitialised bytes of page-locked host memory, which copies reach at full speed."""
+        self.use()
+        address = self.runtime.hostAlloc(max(nbytes, 1), _PORTABLE)
+        return np.asarray(_Pinned(self.runtime.freeHost, address, nbytes))
+
+    def pin(self, memory: np.ndarray[Any, Any]) -> bool:
+        """Page-lock host memory until its array is dropped; return whether the system lets us."""
+        self.use()
+        address = memory.ctypes.data
+        try:
+            self.runtime.hostRegister(address, memory.nbytes, _PORTABLE)
+        except Exception:  # noqa: BLE001  (CuPy's error class cannot be named without CuPy; unpinned memory works too)
+            return False
+        weakref.finalize(memory, self.runtime.hostUnregister, address).atexit = False
+        return True
+
+    def share(self, array: DeviceArray) -> bytes:
+        """Return the handle by which another process opens an array that `allocate` returned."""
+        self.use()
+        return bytes(self.runtime.ipcGetMemHandle(array.address))
+
+    def open(self, handle: bytes, nbytes: int) -> DeviceArray:
+        """Return another process's memory, closed when the last array of it is dropped.
+
+        Raises:
+            DeviceError: where the system does not let one process reach the other's memory.
+        """
+        self.use()
+        try:
+            address = self.runtime.ipcOpenMemHandle(handle)
+        except Exception as error:
+            rule = "open to the other processes of the host by CUDA IPC"
+            raise DeviceError(f"memory of GPU {self.number} must be {rule} (got {error})") from error
+        return DeviceArray(self, address, nbytes, np.uint8, _Allocation(self.runtime.ipcCloseMemHandle, address))
+
+    def stream(self) -> Stream:
+        """Return a new stream; made once per communicator and never destroyed."""
+        self.use()
+        return Stream(self.runtime, self.runtime.streamCreateWithFlags(_NON_BLOCKING))
+
+    def users_streams(self) -> list[Stream]:
+        """Return the streams that the calling thread's libraries use now: torch's current one and CuPy's."""
+        return [Stream(self.runtime, handle) for handle in dict.fromkeys(self._users(self.number))]
+
+    def copy(self, dst: Any, src: Any, stream: Stream) -> None:
+        """Start a copy of bytes between device memory and page-locked host memory, or within either.
+
+        Args:
+            dst: a `DeviceArray` or a numpy array.
+            src: likewise, of as many bytes.
+            stream: where the copy is queued.
+        """
+        if src.nbytes:
+            self.runtime.memcpyAsync(address_of(dst), address_of(src), src.nbytes, _ANY_DIRECTION, stream.handle)
+
+    def keep(self, event: Event, *owners: Any) -> None:
+        """Keep objects alive until an event is done."""
+        with self._lock:
+            self._kept = [kept for kept in self._kept if not kept[0].done()]
+            self._kept.append((event, owners))
+
+    def __repr__(self) -> str:
+        """Return its number."""
+        return f"Device({self.number})"
+
+
+def address_of(array: Any) -> int:
+    """Return the address of the first element of a flat array, of host or device memory; 0 where it is empty."""
+    if isinstance(array, DeviceArray):
+        return array.address if array.size else 0
+    address: int = array.__array_interface__["data"][0]
+    return address if array.size else 0
