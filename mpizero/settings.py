@@ -11,7 +11,9 @@ from pathlib import Path
 
 from mpizero.errors import ArgumentError, must_be
 
-__all__ = ["Settings", "settings"]
+__all__ = ["DEVICE_WIRES", "Settings", "settings"]
+
+DEVICE_WIRES = ("auto", "loads", "messages", "staged")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,9 @@ class Settings:
     cache folder (`XDG_CACHE_HOME`, or `~/.cache`)."""
     loads: bool = True
     """`MPIZERO_LOADS`: whether ranks of one host load each other's memory; 0 leaves it to messages."""
+    device_wire: str = "auto"
+    """`MPIZERO_DEVICE_WIRE`: how device memory gets from rank to rank: loads, messages or staged, where the choice is
+    not to be left to mpizero."""
     threads: int | None = None
     """`OMP_NUM_THREADS`: the user's own choice of threads per rank; None leaves it to mpizero."""
     terminal: bool = False
@@ -46,6 +51,7 @@ def settings() -> Settings:
         abort=env.get("MPIZERO_ABORT", "1") != "0",
         tuning=_tuning(env.get("MPIZERO_TUNING", ""), env.get("XDG_CACHE_HOME", "")),
         loads=env.get("MPIZERO_LOADS", "1") != "0",
+        device_wire=_one_of("MPIZERO_DEVICE_WIRE", env.get("MPIZERO_DEVICE_WIRE", "auto"), DEVICE_WIRES),
         threads=int(threads) if threads is not None and threads.isdecimal() else None,
         terminal=env.get("MPIZERO_TTY", "0") == "1",
     )
@@ -57,6 +63,12 @@ def _tuning(text: str, cache: str) -> Path | None:
     if text:
         return Path(text)
     return (Path(cache) if cache else Path("~/.cache").expanduser()) / "mpizero" / "tuning.json"
+
+
+def _one_of(name: str, text: str, words: tuple[str, ...]) -> str:
+    if text not in words:
+        raise ArgumentError(must_be(name, f"one of {', '.join(words)}", text))
+    return text
 
 
 def _positive(name: str, text: str) -> float:

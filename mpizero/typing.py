@@ -131,6 +131,6 @@ class CommunicatorLike(Protocol):
         """Run a collective's steps to their end, behind those that are under way."""
         ...
 
-    def submit(self, what: str, steps: Iterator[Wait], result: Any) -> Any:
-        """Run a collective's steps in the background; return a `Work`."""
+    def submit(self, what: str, steps: Iterator[Wait], result: Any, then: Callable[[], None] | None = None) -> Any:
+        """Run a collective's steps in the background; return a `Work`, whose `wait` calls `then`."""
         ...

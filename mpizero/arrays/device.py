@@ -264,9 +264,16 @@ class Device:
         return True
 
     def share(self, array: DeviceArray) -> bytes:
-        """Return the handle by which another process opens an array that `allocate` returned."""
+        """Return the handle by which another process opens an array that `allocate` returned.
+
+        Raises:
+            DeviceError: where the system gives none.
+        """
         self.use()
-        return bytes(self.runtime.ipcGetMemHandle(array.address))
+        try:
+            return bytes(self.runtime.ipcGetMemHandle(array.address))
+        except Exception as error:
+            raise self._refused(error) from error
 
     def open(self, handle: bytes, nbytes: int) -> DeviceArray:
         """Return another process's memory, closed when the last array of it is dropped.
@@ -278,9 +285,12 @@ class Device:
         try:
             address = self.runtime.ipcOpenMemHandle(handle)
         except Exception as error:
-            rule = "open to the other processes of the host by CUDA IPC"
-            raise DeviceError(f"memory of GPU {self.number} must be {rule} (got {error})") from error
+            raise self._refused(error) from error
         return DeviceArray(self, address, nbytes, np.uint8, _Allocation(self.runtime.ipcCloseMemHandle, address))
+
+    def _refused(self, error: Exception) -> DeviceError:
+        rule = "open to the other processes of the host by CUDA IPC"
+        return DeviceError(f"memory of GPU {self.number} must be {rule} (got {error})")
 
     def stream(self) -> Stream:
         """Return a new stream; made once per communicator and never destroyed."""

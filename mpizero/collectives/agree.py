@@ -20,7 +20,7 @@ __all__ = ["OPS", "Signature", "check_records", "pack", "unpack"]
 OPS = ("sum", "mean", "max", "min", "prod")
 _OPERATIONS = list(OPERATIONS)
 _DTYPES = list(DTYPES)
-_BITS = (("operation", 4), ("dtype", 5), ("op", 3), ("root", 12), ("count", 39))
+_BITS = (("operation", 4), ("dtype", 5), ("op", 3), ("root", 12), ("count", 39), ("device", 1))
 
 
 class Signature(NamedTuple):
@@ -32,24 +32,28 @@ class Signature(NamedTuple):
     root: int
     elements: int
     """Elements of the whole buffer; of a rank's own part where the parts may differ."""
+    device: bool = False
+    """Whether they lie on a GPU."""
 
     def __str__(self) -> str:
         """Return it as a user wrote it, about."""
         traits = OPERATIONS[self.operation]
-        facts = [f"{self.elements} elements of {self.dtype}"] if self.operation != "barrier" else []
+        where = " on a GPU" if self.device else ""
+        facts = [f"{self.elements} elements of {self.dtype}{where}"] if self.operation != "barrier" else []
         facts += [f"op {self.op}"] if traits.reduces else []
         facts += [f"root {self.root}"] if traits.rooted else []
         return f"{self.operation}({', '.join(facts)})"
 
 
 def pack(call: Signature) -> int:
-    """Return a call as one number of 63 bits."""
+    """Return a call as one number of 64 bits."""
     parts = (
         _OPERATIONS.index(call.operation),
         _DTYPES.index(call.dtype),
         OPS.index(call.op),
         call.root & 0xFFF,
         call.elements & ((1 << 39) - 1),
+        int(call.device),
     )
     word = 0
     for (_, bits), part in zip(_BITS, parts, strict=True):
@@ -63,8 +67,8 @@ def unpack(word: int) -> Signature:
     for _, bits in reversed(_BITS):
         parts.append(word & ((1 << bits) - 1))
         word >>= bits
-    count, root, op, dtype, operation = parts
-    return Signature(_OPERATIONS[operation], _DTYPES[dtype], OPS[op], root, count)
+    device, count, root, op, dtype, operation = parts
+    return Signature(_OPERATIONS[operation], _DTYPES[dtype], OPS[op], root, count, bool(device))
 
 
 def check_records(board: Board) -> None:

@@ -6,9 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpizero.arrays import Borrowed, DType, View, borrow, check_no_partial_overlap, kind_of
+from mpizero.arrays import (
+    Borrowed,
+    Device,
+    DeviceArray,
+    DType,
+    View,
+    address_of,
+    borrow,
+    check_no_partial_overlap,
+    device_of,
+    kind_of,
+)
 from mpizero.collectives.agree import OPS
 from mpizero.collectives.buffers import Layout, Line, Square
+from mpizero.collectives.on_device import Fence, ready_side
 from mpizero.collectives.registry import OPERATIONS
 from mpizero.collectives.route import Plan, Route
 from mpizero.comm import world
@@ -144,13 +156,29 @@ class Call:
         name = self.operation.name
         route = self.route()
         chosen = route.choose(algorithm)
+        if algorithm == "auto" and route.device is not None and route.is_staged(chosen):
+            chosen = algorithm
         plan = route.plan(chosen) if route.total or route.uneven else None
+        if route.device is not None:
+            return self.start_on_device(plan, route, result=result, async_op=async_op)
         if async_op:
             return self.comm.submit(name, self._steps(plan), result)
         if plan is not None:
             self.comm.perform(name, self._steps(plan))
         elif self.out is not None:
             self.out.give_back()
+        return result
+
+    def start_on_device(self, plan: Plan | None, route: Route, *, result: Any, async_op: bool) -> Any:
+        """Run a plan on device memory, in order with the caller's streams; see [Note: streams and MPI]."""
+        assert route.device is not None  # noqa: S101
+        name = self.operation.name
+        fence = Fence(route.device, (self.x, self.out))
+        steps = iter(()) if plan is None else fence.around(ready_side(route), plan.steps(*self.views()))
+        if async_op:
+            return self.comm.submit(name, steps, result, fence.join)
+        self.comm.perform(name, steps)
+        fence.join()
         return result
 
     def route(self) -> Route:
@@ -166,12 +194,22 @@ class Call:
             layout=self.layout,
             total=self.total,
             uneven=self.uneven,
+            device=self.device,
         )
+
+    @property
+    def device(self) -> Device | None:
+        """Return the device on which the buffers lie; None for host memory."""
+        bound = self.out if self.x is None else self.x
+        return None if bound is None else bound.view.device
 
     def views(self) -> tuple[View, View]:
         """Return the input and the output, empty where this rank has none."""
         assert self.dtype is not None  # noqa: S101
-        nothing = View(np.empty(0, self.dtype.storage), self.dtype)
+        device = self.device
+        storage = self.dtype.storage
+        empty = np.empty(0, storage) if device is None else DeviceArray(device, 0, 0, storage, None)
+        nothing = View(empty, self.dtype)
         return (
             nothing if self.x is None else self.x.view,
             nothing if self.out is None else self.out.view,
@@ -188,12 +226,16 @@ class Call:
         kind_of(out, "out")
         if self.x is not None and out.dtype != self.x.array.dtype:
             raise ArgumentTypeError(must_be("dtype of out", f"that of x, {self.x.array.dtype}", str(out.dtype)))
+        if self.x is not None and device_of(out) is not self.x.view.device:
+            x = self.x.view.device
+            where, got = ("host memory" if device is None else str(device) for device in (x, device_of(out)))
+            raise ArgumentTypeError(must_be("out", f"where x is, in {where}", got, "copy one of them to the other"))
 
 
 def _is_part(part: View, whole: View, start: int) -> bool:
     """Return whether `part` is exactly the elements of `whole` from `start` on."""
     where = whole.data[start : start + part.count]
-    return bool(part.count) and part.data.ctypes.data == where.ctypes.data
+    return bool(part.count) and address_of(part.data) == address_of(where)
 
 
 def offsets_of(counts: Sequence[int], size: int, what: str = "counts") -> list[int]:

@@ -39,11 +39,16 @@ class Prepared:
         self._comm: Any = call.comm
         self._plan = route.plan(self.algorithm, pieces) if route.total or route.uneven else None
         self._source, self._output = call.views()
-        self._run = None if self._plan is None else self._plan.bind(self._source.data, self._output.data)
+        self._run = None
+        if self._plan is not None and route.device is None:
+            self._run = self._plan.bind(self._source.data, self._output.data)
+        self._call, self._route = call, route
 
     def __call__(self) -> Any:
         """Run the collective on the buffers as they are now, and return its result."""
         comm, run = self._comm, self._run
+        if self._plan is not None and run is None:
+            return self._call.start_on_device(self._plan, self._route, result=self._result, async_op=False)
         if run is None or self._plan is None:
             return self._result
         if comm.under_way:

@@ -15,6 +15,7 @@ from mpizero.collectives.agree import Signature, pack
 from mpizero.collectives.buffers import Arithmetic, Buffers, Layout, Line, Square
 from mpizero.collectives.cells import CellCall, fits
 from mpizero.collectives.execute import execute
+from mpizero.collectives.on_device import plan_on_device, ready_side, wire_of
 from mpizero.collectives.phase import Meeting, PhaseCall
 from mpizero.collectives.registry import LOADS, NATIVE, Operation, build
 from mpizero.collectives.schedule import Schedule, even_offsets
@@ -24,10 +25,13 @@ from mpizero.comm.waiting import drive
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from mpizero.arrays import DType
+    from mpizero.arrays import Device, DType
     from mpizero.typing import Bytes, CommunicatorLike, Wait
 
 __all__ = ["Plan", "Route"]
+
+LARGE = 1 << 20
+"""Bytes that an all-to-all of unknown length is taken to have."""
 
 
 class Plan(Protocol):
@@ -61,27 +65,45 @@ class Route:
     """Elements of the whole buffer; of this rank's input in an all-to-all."""
     uneven: tuple[int, ...]
     """Counts that the caller gave, if any."""
+    device: Device | None = None
+    """The device on which the arrays lie; None for host memory."""
 
     def choose(self, algorithm: str) -> str:
         """Return the name of the algorithm to use."""
         return choose(self.operation.name, algorithm, self.case())
 
+    def is_staged(self, name: str) -> bool:
+        """Return whether an algorithm on device memory would be run by the host."""
+        return wire_of(self, ready_side(self), name) == "staged"
+
     def case(self) -> Case:
         """Return what a choice depends on."""
         comm = self.comm
+        board = comm.board is not None
+        if self.device is not None and board:
+            board = ready_side(self).windows is not None
         return Case(
             size=comm.size,
-            nbytes=self.total * self.dtype.itemsize,
+            nbytes=self._known_bytes(),
             dtype=self.dtype,
             op=self.op,
             strict=self.order == "canonical",
             even=not self.uneven,
             root=self.root,
             native=comm.native is not None,
-            board=comm.board is not None,
+            board=board,
             nodes=comm.nodes,
             notes=comm.notes,
         )
+
+    @property
+    def differs(self) -> bool:
+        """Return whether each rank knows its own lengths alone, as in an uneven all-to-all."""
+        return bool(self.uneven) and self.operation.input == "row"
+
+    def _known_bytes(self) -> int:
+        """Return the bytes of the whole buffer, or a number that is large on all ranks where none knows them."""
+        return LARGE if self.differs else self.total * self.dtype.itemsize
 
     def plan(self, name: str, pieces: int = 0) -> Plan:
         """Return the plan for an algorithm.
@@ -90,6 +112,8 @@ class Route:
             name: one that `choose` gave.
             pieces: in how many a pipelined algorithm works; 0 leaves it to `select`.
         """
+        if self.device is not None:
+            return plan_on_device(self, name, pieces)
         if name == NATIVE:
             return _Native(self)
         if name != LOADS:
@@ -98,8 +122,8 @@ class Route:
         if self.operation.input == "chunk":
             share = max(self.layout.length(rank) for rank in range(self.comm.size))
         if fits(self.operation.name, share * self.dtype.itemsize, uneven=bool(self.uneven)):
-            return CellCall(self.comm, self._meeting(), self.layout, self.arithmetic())
-        return PhaseCall(self.comm, self._meeting(), self.layout, self.arithmetic(), self._by_messages)
+            return CellCall(self.comm, self.meeting(), self.layout, self.arithmetic())
+        return PhaseCall(self.comm, self.meeting(), self.layout, self.arithmetic(), self._by_messages)
 
     def arithmetic(self) -> Arithmetic:
         """Return what is done with the elements."""
@@ -108,13 +132,15 @@ class Route:
     def _by_messages(self, source: View, output: View) -> Iterator[Wait]:
         return self.plan(by_messages(self.operation.name, self.case()).name).steps(source, output)
 
-    def _meeting(self) -> Meeting:
+    def meeting(self) -> Meeting:
+        """Return what all ranks must pass alike, for their records."""
         name = self.operation.name
         is_row = self.operation.input == "row"
         count = 0 if self.uneven and is_row else self.total
         checked = () if is_row else self.uneven
         extra = zlib.crc32(repr(checked).encode()) if checked else 0
-        signature = pack(Signature(name, self.dtype.name, self.op, self.root, count))
+        on_device = self.device is not None
+        signature = pack(Signature(name, self.dtype.name, self.op, self.root, count, on_device))
         return Meeting(name, self.root, signature, extra, f"{name} (loads)")
 
 
@@ -136,7 +162,8 @@ class _Messages:
             self.layout = Line(even_offsets(route.total, self.schedule.chunks))
         acc = route.dtype.accumulator(route.op)
         widths = (route.dtype.itemsize, acc.itemsize)
-        hosts = len(set(route.comm.nodes))
+        # A cut by lengths that each rank has for itself would differ from rank to rank.
+        hosts = 1 if route.differs else len(set(route.comm.nodes))
         self.segment = segment_of(schedule_of(0), widths, self.layout.longest, hosts=hosts)
 
     def steps(self, source: View, output: View) -> Iterator[Wait]:

@@ -2,20 +2,25 @@
 
 from mpizero.comm.board import CELL, WORDS
 from mpizero.comm.communicator import Communicator, world
+from mpizero.comm.device_heap import device_mappings
 from mpizero.comm.heap import mappings
 from mpizero.comm.loopback import LoopbackCommunicator, run_loopback
 from mpizero.comm.messages import STRANDS
 from mpizero.comm.progress import Work
+from mpizero.comm.side import WINDOW, DeviceSide
 from mpizero.comm.stats import Stats
 
 __all__ = [
     "CELL",
     "STRANDS",
+    "WINDOW",
     "WORDS",
     "Communicator",
+    "DeviceSide",
     "LoopbackCommunicator",
     "Stats",
     "Work",
+    "device_mappings",
     "mappings",
     "run_loopback",
     "world",

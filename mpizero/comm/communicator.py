@@ -23,14 +23,16 @@ from mpizero.comm.pingpong import measure_links
 from mpizero.comm.progress import NAP, Queue, Work
 from mpizero.comm.raw import mpi
 from mpizero.comm.segment import PAGE, share
+from mpizero.comm.side import DeviceSide
 from mpizero.comm.waiting import drive
 from mpizero.errors import ArgumentTypeError, CollectiveError, LaunchError, must_be
 from mpizero.settings import settings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sized
+    from collections.abc import Callable, Iterator, Sized
     from contextlib import AbstractContextManager
 
+    from mpizero.arrays import Device
     from mpizero.comm.stats import Stats
     from mpizero.typing import Bytes, Wait
 
@@ -95,6 +97,7 @@ class Communicator:
         self.board = make_board(self._comm, self.transport.timeout, self.health) if shares else None
         """The memory through which all ranks meet; None where they are on several hosts or can share none."""
         self._heap: Heap | None = None
+        self._sides: dict[int, DeviceSide] = {}
         if self.size > 1 and settings().abort:
             install_abort_hooks()
 
@@ -225,7 +228,7 @@ class Communicator:
         with self.exclusive(what):
             drive(steps)
 
-    def submit(self, what: str, steps: Iterator[Wait], result: Any) -> Work:
+    def submit(self, what: str, steps: Iterator[Wait], result: Any, then: Callable[[], None] | None = None) -> Work:
         """Run a collective's steps in the background, behind those that are under way.
 
         Where MPI does not grant `MPI_THREAD_MULTIPLE`, and the caller does not drive them, they are run at once
@@ -235,6 +238,7 @@ class Communicator:
             what: the collective's name, for errors.
             steps: see [Note: steps] in `waiting`.
             result: what the work's `wait` returns.
+            then: called by `wait`, in the thread that waits, before it returns.
 
         Raises:
             CollectiveError: as of `exclusive`.
@@ -242,9 +246,9 @@ class Communicator:
         with self.exclusive(what):
             if not (self._in_background or self.driven_by_caller):
                 drive(steps)
-                return Work.finished(result)
+                return Work.finished(result, then)
             steps = self.transport.voice.carry(steps)
-            work = Work(steps, result, self._queue if self.driven_by_caller else None)
+            work = Work(steps, result, self._queue if self.driven_by_caller else None, then)
             self._queue.add(work)
             return work
 
@@ -306,6 +310,16 @@ class Communicator:
         made = share(self._comm, max(1, -(-nbytes // (PAGE * self.size))) * PAGE)
         return None if made is None else made.bytes[:nbytes]
 
+    def has_side(self, device: Device) -> bool:
+        """Return whether `side` has been made for a device."""
+        return device.number in self._sides
+
+    def side(self, device: Device) -> DeviceSide:
+        """Return what this communicator keeps on a device; the first call for each is collective."""
+        if device.number not in self._sides:
+            self._sides[device.number] = DeviceSide(self, device)
+        return self._sides[device.number]
+
     def abort(self, code: int = 1) -> None:
         """End every rank of the job at once with the exit code `code`."""
         abort(code)
@@ -319,6 +333,9 @@ class Communicator:
             return
         self.closed = True
         self.health.sound = False
+        for side in self._sides.values():
+            side.close()
+        self._sides.clear()
         self.node.close()
         if self._heap is not None:
             self._heap.close()

@@ -11,11 +11,11 @@ import weakref
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from mpizero.comm.segment import PAGE, Segment, share
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mpizero.typing import Bytes
 
 __all__ = ["Heap", "Place", "mappings"]
@@ -68,23 +68,11 @@ def mappings() -> Mappings:
     return Mappings()
 
 
-class _Block:
-    """Own one allocation: every array made of it keeps it alive, and the block is free when the last one is gone."""
-
-    def __init__(self, segment: Segment, start: int, nbytes: int) -> None:
-        self.segment = segment
-        self.__array_interface__ = {
-            "data": (segment.start + start, False),
-            "typestr": "|u1",
-            "shape": (nbytes,),
-            "version": 3,
-        }
-
-
 class _Span(NamedTuple):
     """Be a piece of every rank's share of a segment."""
 
-    segment: Segment
+    segment: Any
+    """A `Segment`, or a `DeviceSegment`."""
     start: int
     stop: int
 
@@ -92,16 +80,23 @@ class _Span(NamedTuple):
 class Heap:
     """Give out symmetric buffers to the ranks of one host."""
 
-    def __init__(self, mpi_comm: Any) -> None:
-        """Use `mpi_comm`, an mpi4py communicator whose ranks run on one host."""
-        self._comm = mpi_comm
+    def __init__(self, mpi_comm: Any, make: Callable[[Any, int], Any] = share, table: Any = None) -> None:
+        """Give out pieces of segments.
+
+        Args:
+            mpi_comm: an mpi4py communicator whose ranks run on one host.
+            make: makes a segment of so many bytes per rank, or None on all ranks; collective.
+            table: where segments are remembered, `mappings()` by default.
+        """
+        self._comm, self._make = mpi_comm, make
+        self._table = mappings() if table is None else table
         self._used: dict[int, _Span] = {}
-        self._segments: list[Segment] = []
+        self._segments: list[Any] = []
         self._dead: set[int] = set()
         self._count = 0
 
-    def allocate(self, nbytes: int) -> Bytes | None:
-        """Return `nbytes` bytes of this rank; None, on all ranks, where /dev/shm has no room for them. Collective.
+    def allocate(self, nbytes: int) -> Any:
+        """Return `nbytes` bytes of this rank; None, on all ranks, where no segment can be made for them. Collective.
 
         Every rank must ask for the same number; the largest is given where they differ.
         """
@@ -115,16 +110,19 @@ class Heap:
             return None
         self._count += 1
         self._used[self._count] = span
-        block = _Block(span.segment, self._comm.rank * span.segment.share + span.start, size)
-        weakref.finalize(block, self._dead.add, self._count).atexit = False
-        array: Bytes = np.asarray(block)[:nbytes]
-        return array
+        owner, array = span.segment.take(self._comm.rank, span.start, size)
+        weakref.finalize(owner, self._dead.add, self._count).atexit = False
+        return array[:nbytes]
 
     def close(self) -> None:
         """Forget the segments; arrays that are still in use keep their memory."""
         for segment in self._segments:
-            mappings().drop(segment)
+            self._drop(segment)
         self._segments.clear()
+
+    def _drop(self, segment: Any) -> None:
+        self._table.drop(segment)
+        segment.close(self._comm)
 
     def _find(self, size: int) -> _Span | None:
         """Return the first gap between used spans that is large enough: the same on all ranks."""
@@ -143,13 +141,13 @@ class Heap:
         live = {span.segment.key for span in self._used.values()}
         for segment in self._segments:
             if segment.key not in live:
-                mappings().drop(segment)
+                self._drop(segment)
         self._segments = [segment for segment in self._segments if segment.key in live]
-        made = share(self._comm, max(-(-size // PAGE) * PAGE, SMALLEST))
+        made = self._make(self._comm, max(-(-size // PAGE) * PAGE, SMALLEST))
         if made is None and size < SMALLEST:
-            made = share(self._comm, -(-size // PAGE) * PAGE)
+            made = self._make(self._comm, -(-size // PAGE) * PAGE)
         if made is None:
             return None
         self._segments.append(made)
-        mappings().add(made)
+        self._table.add(made)
         return _Span(made, 0, size)

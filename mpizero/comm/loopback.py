@@ -187,10 +187,10 @@ class LoopbackCommunicator:
     def progress(self) -> None:
         """Do nothing: everything is over when `submit` returns."""
 
-    def submit(self, what: str, steps: Iterator[Wait], result: Any) -> Work:
+    def submit(self, what: str, steps: Iterator[Wait], result: Any, then: Callable[[], None] | None = None) -> Work:
         """Run a collective's steps at once, and return them as done."""
         self.perform(what, steps)
-        return Work.finished(result)
+        return Work.finished(result, then)
 
 
 def run_loopback(size: int, body: Callable[[LoopbackCommunicator], Result], timeout: float = 20.0) -> list[Result]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from mpizero.comm.waiting import drive
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from mpizero.typing import Wait
 
@@ -44,9 +44,23 @@ GRACE = 5.0
 class Work:
     """Be one collective under way; its buffers belong to it until it is done."""
 
-    def __init__(self, steps: Iterator[Wait] | None, result: Any, queue: Queue | None = None) -> None:
-        """Hold the steps of a collective that gives `result`; `queue` is the one that its caller drives, if so."""
+    def __init__(
+        self,
+        steps: Iterator[Wait] | None,
+        result: Any,
+        queue: Queue | None = None,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Hold the steps of a collective.
+
+        Args:
+            steps: the steps; None where they have been taken.
+            result: what it gives.
+            queue: the one that its caller drives, if so.
+            then: called by `wait` before it returns.
+        """
         self._steps = steps
+        self._then = then
         self._result = result
         self._queue = queue
         self.ended = 0.0
@@ -58,9 +72,9 @@ class Work:
         self._over = threading.Event()
 
     @classmethod
-    def finished(cls, result: Any) -> Work:
+    def finished(cls, result: Any, then: Callable[[], None] | None = None) -> Work:
         """Return work that is done."""
-        work = cls(None, result)
+        work = cls(None, result, then=then)
         work._over.set()
         return work
 
@@ -70,7 +84,10 @@ class Work:
         return self._queue is not None
 
     def done(self) -> bool:
-        """Return whether the collective is over, well or not; never blocks."""
+        """Return whether the collective is over, well or not; never blocks.
+
+        A result in device memory may still be on its way then: `wait` puts the caller's stream behind it.
+        """
         return self._over.is_set()
 
     def wait(self) -> Any:
@@ -85,6 +102,8 @@ class Work:
             pass
         if self.error is not None:
             raise self.error
+        if self._then is not None:
+            self._then()
         return self._result
 
     def advance(self) -> bool:

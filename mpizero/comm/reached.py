@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpizero.comm.waiting import poll, spins_for
 from mpizero.errors import CollectiveTimeoutError, DeviceError, DeviceMemoryError, MpiZeroError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mpizero.arrays import Event
 
 __all__ = ["Reached", "together"]

@@ -37,6 +37,27 @@ class Segment:
         self.start: int = self.bytes.ctypes.data
         self.stop = self.start + self.bytes.nbytes
 
+    def close(self, mpi_comm: Any) -> None:
+        """Do nothing: a mapping of a file is each process's own, and goes with its last array."""
+
+    def take(self, rank: int, start: int, nbytes: int) -> tuple[object, Bytes]:
+        """Return bytes of a rank's share, and what lives as long as any array of them."""
+        owner = _Block(self, rank * self.share + start, nbytes)
+        return owner, np.asarray(owner)
+
+
+class _Block:
+    """Own one allocation: every array made of it keeps it alive."""
+
+    def __init__(self, segment: Segment, start: int, nbytes: int) -> None:
+        self.segment = segment
+        self.__array_interface__ = {
+            "data": (segment.start + start, False),
+            "typestr": "|u1",
+            "shape": (nbytes,),
+            "version": 3,
+        }
+
 
 def free_bytes() -> int:
     """Return how many bytes /dev/shm has left; 0 where there is none."""

@@ -87,6 +87,7 @@ class HostRuntime:
         self._memory: dict[int, _Memory] = {}
         self._spare: dict[int, list[_Memory]] = {}
         self._opened: dict[int, mmap.mmap] = {}
+        self._pinned: list[_Memory] = []
         self._next = 100
         self.users: list[int] = [IMMEDIATE]
         """The streams that the caller's libraries use now."""
@@ -121,7 +122,9 @@ class HostRuntime:
 
     def hostAlloc(self, size: int, flags: int) -> int:  # noqa: ARG002, N802
         """Return host memory."""
-        return _start(self._map(size).mapped)
+        memory = self._map(size)
+        self._pinned.append(memory)
+        return _start(memory.mapped)
 
     def freeHost(self, address: int) -> None:  # noqa: N802
         """Forget host memory; it stays mapped, since work in flight may use it."""

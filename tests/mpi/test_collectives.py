@@ -304,3 +304,16 @@ def test_several_segments_in_flight(world, monkeypatch):
             monkeypatch.setattr("mpizero.collectives.execute.IN_FLIGHT", depth)
             assert mpizero.all_reduce(mine.copy(), world, algorithm=name).tobytes() == plain.tobytes(), name
         monkeypatch.undo()
+
+
+def test_an_uneven_all_to_all_is_chosen_alike(world, monkeypatch):
+    """One rank has bytes for the native collective, another far more: both must take the same algorithm."""
+    monkeypatch.setenv("MPIZERO_LOADS", "0")
+    comm = mpizero.Communicator(world.mpi)
+    size, rank = world.size, world.rank
+    lengths = [[1 + 60_000 * (source == 0 and target == size - 1) for target in range(size)] for source in range(size)]
+    x = np.full(sum(lengths[rank]), rank, np.float32)
+    arriving = [row[rank] for row in lengths]
+    out = mpizero.all_to_all(x, comm, counts=lengths[rank], out_counts=arriving)
+    assert np.array_equal(out, np.repeat(np.arange(size), arriving))
+    comm.close()

@@ -1,0 +1,203 @@
+"""Collectives on device memory: which wire they take, what has to be made first, and their order with streams.
+
+Three ways, chosen alike on all ranks: `DeviceLoads` where all ranks are on one host and load each other's memory;
+schedules over messages, whose wire is chosen per pair of ranks, with the sums on the device; and `Staged`, through the
+host's own collectives, where no pair of ranks has a better wire than the host.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpizero.arrays import View
+from mpizero.collectives.agree import check_records
+from mpizero.collectives.buffers import Buffers, Line
+from mpizero.collectives.device_loads import DeviceLoads
+from mpizero.collectives.execute import IN_FLIGHT, SCRATCH, execute
+from mpizero.collectives.machine import DeviceMachine
+from mpizero.collectives.registry import LOADS, NATIVE, build
+from mpizero.collectives.schedule import Schedule, even_offsets
+from mpizero.collectives.select import pieces_of, segment_of
+from mpizero.collectives.staged import Staged
+from mpizero.comm.waiting import drive
+from mpizero.errors import ArgumentError, must_be
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from mpizero.arrays import Borrowed, Device, Event
+    from mpizero.collectives.route import Plan, Route
+    from mpizero.comm.side import DeviceSide
+    from mpizero.typing import Bytes, Transport, Wait
+
+__all__ = ["Fence", "plan_on_device", "ready_side", "wire_of"]
+
+PACKING = 8 << 20
+"""Bytes, per strand, of the packed messages of a round."""
+SET_UP = 9_998
+"""The channel of the messages by which ranks meet before device memory is made."""
+
+
+class Fence:
+    """Order a collective between what the caller's streams do before it and after it."""
+
+    def __init__(self, device: Device, arrays: Sequence[Borrowed | None]) -> None:
+        """Mark what the caller's streams have been given so far."""
+        self.device = device
+        self.arrays = [array for array in arrays if array is not None]
+        device.use()
+        self.before: list[Event] = [stream.record() for stream in device.users_streams()]
+        self._after: Event | None = None
+
+    def around(self, side: DeviceSide, steps: Iterator[Wait]) -> Iterator[Wait]:
+        """Give a collective's steps, behind what came before it."""
+        side.begin(self.before)
+        yield from steps
+        self._after = side.end()
+        self.device.keep(self._after, *self.arrays)
+
+    def join(self) -> None:
+        """Put the caller's streams behind the collective, and packed results back."""
+        if self._after is not None:
+            for stream in self.device.users_streams():
+                stream.wait(self._after)
+        for array in self.arrays:
+            array.give_back()
+
+
+def ready_side(route: Route) -> DeviceSide:
+    """Return what the communicator keeps on the route's device, made if it is not there. Collective at first use.
+
+    Raises:
+        CollectiveError: on every rank of a host, where some rank's buffers are not on a device.
+        DeviceMemoryError: on all ranks, where a device has no room.
+    """
+    comm: Any = route.comm
+    if not hasattr(comm, "has_side"):
+        rule = "an mpizero.Communicator for arrays in GPU memory"
+        raise ArgumentError(must_be("comm", rule, type(comm).__name__))
+    if not comm.has_side(route.device):
+        comm.perform("set-up of GPU memory", _made(route, lambda: comm.side(route.device)))
+    side: DeviceSide = comm.side(route.device)
+    return side
+
+
+def wire_of(route: Route, side: DeviceSide, name: str) -> str:
+    """Return `loads`, `messages` or `staged` for an algorithm; equal on all ranks."""
+    if name == NATIVE or (side.forced == "staged" and route.comm.size > 1):
+        return "staged"
+    if name == LOADS:
+        return "loads"
+    return "messages" if side.forced == "messages" or side.has_short_wire or route.comm.size == 1 else "staged"
+
+
+def plan_on_device(route: Route, name: str, pieces: int) -> Plan:
+    """Return the plan for an algorithm on device memory; collective at the first use of a wire.
+
+    Args:
+        route: the call, but for its arrays.
+        name: one that `choose` gave, or `auto`, which leaves a staged collective to the host.
+        pieces: in how many a pipelined algorithm works; 0 leaves it to `select`.
+    """
+    side = ready_side(route)
+    wire = "staged" if name == "auto" else wire_of(route, side, name)
+    if wire == "loads":
+        return DeviceLoads(side, route.meeting(), route.layout, route.arithmetic())
+    make: Callable[[], Plan] = partial(Staged, route, side, name)
+    if wire == "messages":
+        make = partial(_DeviceMessages, route, side, name, pieces)
+    if side.has_made(wire):
+        return make()
+    made: list[Plan] = []
+    comm: Any = route.comm
+    comm.perform(f"set-up of GPU memory for {wire}", _made(route, lambda: made.append(make())))
+    side.note_made(wire)
+    return made[0]
+
+
+def _made(route: Route, make: Callable[[], Any]) -> Iterator[Wait]:
+    """Meet all ranks, with a time-out, and then call what makes memory, which blocks in MPI until all are there."""
+    comm: Any = route.comm
+    board = comm.board
+    if board is not None:
+        with board.collective:
+            at = board.records[board.number & 1][board.rank]
+            meeting = route.meeting()
+            board.words[at] = meeting.signature
+            board.words[at + 1] = comm.channel_number << 32 | meeting.extra
+            board.arrive()
+            yield board.all_arrived(f"{route.operation.name} of GPU memory", comm.transport.stats)
+            check_records(board)
+    elif comm.size > 1:
+        with comm.channel(SET_UP, "GPU memory"):
+            yield from _barrier(comm, route.operation.name)
+    make()
+
+
+def _barrier(comm: Any, what: str) -> Iterator[Wait]:
+    from mpizero.arrays import dtype_named
+    from mpizero.collectives.buffers import Arithmetic
+
+    token = View(np.zeros(1, np.uint8), dtype_named("uint8"))
+    nothing = View(np.empty(0, np.uint8), token.dtype)
+    buffers = Buffers(input=token, output=nothing, layout=Line([0, 1]), arithmetic=Arithmetic(token.dtype))
+    schedule = build("barrier", "dissemination", comm.size, comm.rank)
+    return execute(schedule, buffers, comm, segment=1, what=comm.transport.voice.name(what))
+
+
+class _DeviceMessages:
+    """Run a schedule on device memory, over the wires that pairs of ranks have."""
+
+    def __init__(self, route: Route, side: DeviceSide, name: str, pieces: int) -> None:
+        self.route, self.side, self.size = route, side, route.comm.size
+        operation, size = route.operation.name, route.comm.size
+        self.what = f"{operation} ({name})"
+        pieces = pieces or pieces_of(operation, name, route.case())
+
+        def schedule_of(rank: int) -> Schedule:
+            return build(operation, name, size, rank, route.root, nodes=route.comm.nodes, pieces=pieces)
+
+        self.schedule = schedule_of(route.comm.rank)
+        self.layout = route.layout
+        if isinstance(self.layout, Line) and self.schedule.chunks != len(self.layout.offsets) - 1:
+            self.layout = Line(even_offsets(route.total, self.schedule.chunks))
+        acc = route.dtype.accumulator(route.op)
+        widths = (route.dtype.itemsize, acc.itemsize)
+        hosts = 1 if route.differs else len(set(route.comm.nodes))
+        segment = segment_of(schedule_of(0), widths, self.layout.longest, hosts=hosts)
+        # What is packed has to fit; the parts of an uneven all-to-all go each by itself, whole.
+        room = PACKING // (2 * self.schedule.chunks * max(widths))
+        self.segment = segment if route.differs else max(1, min(segment, room))
+        self.transport: Transport = route.comm.transport if size == 1 else side.wires
+        self._packing = side.device_room("packing", IN_FLIGHT * PACKING if size > 1 else 0)
+        self._scratch = side.device_room("scratch", SCRATCH + (1 << 20))
+
+    def scratch(self, nbytes: int) -> Any:
+        """Return device memory for a schedule's slots."""
+        if nbytes > self._scratch.nbytes:
+            rule = f"one whose slots fit in {self._scratch.nbytes:,} bytes of GPU memory"
+            raise ArgumentError(must_be("algorithm", rule, f"{self.what}: {nbytes:,}", "choose another"))
+        return self._scratch
+
+    def steps(self, source: View, output: View) -> Iterator[Wait]:
+        """Run it once, step by step."""
+        buffers = Buffers(input=source, output=output, layout=self.layout, arithmetic=self.route.arithmetic())
+        machines = [self._machine(strand) for strand in range(IN_FLIGHT)]
+        return execute(self.schedule, buffers, self, segment=self.segment, what=self.what, machines=machines)
+
+    def run(self, source: Bytes, output: Bytes) -> None:
+        """Run it once in this thread; see `steps`."""
+        drive(self.steps(View(source, self.route.dtype), View(output, self.route.dtype)))
+
+    def bind(self, source: Bytes, output: Bytes) -> Callable[[], None]:
+        """Return `run` on these arrays."""
+        return partial(self.run, source, output)
+
+    def _machine(self, strand: int) -> DeviceMachine:
+        packing = self._packing[strand * PACKING : (strand + 1) * PACKING]
+        return DeviceMachine(
+            self.side.device, self.side.strands[strand], packing, lambda event: self.side.reached(event, self.what)
+        )

@@ -1,0 +1,165 @@
+"""What a communicator keeps on one device: streams, windows that the host's other ranks can load, memory for schedules.
+
+All of it is made in steps on which all ranks agree, before the collective that needs it moves anything, so that a
+device without room is an error on every rank and the job can go on.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from mpizero.comm.device_heap import device_heap
+from mpizero.comm.messages import STRANDS
+from mpizero.comm.reached import Reached, together
+from mpizero.errors import DeviceError, MpiZeroError
+from mpizero.settings import settings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mpizero.arrays import Device, DeviceArray, Event, Stream
+    from mpizero.comm.heap import Heap
+    from mpizero.typing import Bytes
+
+__all__ = ["MOST_LOADED", "WINDOW", "DeviceSide"]
+
+WINDOW = 16 << 20
+"""Bytes of each of the two halves of a rank's window: a kernel over so much takes far longer than the meeting of ranks
+between two of them, and a GPU of 16 GB still has 99.8% left."""
+MOST_LOADED = 32
+"""Ranks of a host up to which loads serve: a kernel adds so many sources at most."""
+
+
+class DeviceSide:
+    """Hold what one communicator's collectives on one device need; made and extended by all ranks together."""
+
+    def __init__(self, comm: Any, device: Device) -> None:
+        """Make the streams, and the windows where all ranks are on one host that allows them. Collective.
+
+        Args:
+            comm: a `Communicator`.
+            device: this rank's; the other ranks may use others.
+
+        Raises:
+            DeviceMemoryError: on all ranks, where a device has no room for a window.
+        """
+        self.comm, self.device = comm, device
+        self.mpi = comm.private.mpi
+        self.stream: Stream = device.stream()
+        self.strands: list[Stream] = [device.stream() for _ in range(STRANDS)]
+        self.out_stream: Stream = device.stream()
+        """For copies from the host; `stream` has those to it."""
+        self.forced = settings().device_wire
+        shares = comm.board is not None and comm.size <= MOST_LOADED and self.forced in {"auto", "loads"}
+        self.windows: list[DeviceArray] | None = self._open_windows() if shares else None
+        """Every rank's window, this rank's own included; None where ranks cannot load each other's device memory."""
+        self.pids: list[int] = self.mpi.allgather(os.getpid())
+        self._rooms: dict[str, Any] = {}
+        self._heap: Heap | None = None
+        self._wires: Any = None
+        self._ready: set[str] = set()
+
+    @property
+    def has_short_wire(self) -> bool:
+        """Return whether some pair of ranks has a better wire for device memory than the host."""
+        return False
+
+    @property
+    def wires(self) -> Any:
+        """Return the transport of device memory; the first use is collective."""
+        return self._wires
+
+    def has_made(self, wire: str) -> bool:
+        """Return whether the memory for a wire has been made."""
+        return wire in self._ready
+
+    def note_made(self, wire: str) -> None:
+        """Remember that the memory for a wire has been made."""
+        self._ready.add(wire)
+
+    @property
+    def heap(self) -> Heap:
+        """Return what gives out symmetric buffers on this device to the ranks of this host."""
+        if self._heap is None:
+            self._heap = device_heap(self.mpi, self.device)
+        return self._heap
+
+    def close(self) -> None:
+        """Give the windows and symmetric buffers back. Collective.
+
+        Memory that a peer has opened must not be freed before the peer has closed it, so all close, meet, and free.
+        """
+        mine = None if self.windows is None else self.windows[self.comm.rank]
+        self.windows = None
+        if self._heap is not None:
+            self._heap.close()
+        self.mpi.Barrier()
+        del mine
+
+    def begin(self, events: Sequence[Event]) -> None:
+        """Have all streams wait for the caller's work."""
+        self.device.use()
+        for stream in (self.stream, self.out_stream, *self.strands):
+            for event in events:
+                stream.wait(event)
+
+    def end(self) -> Event:
+        """Return an event behind all work of all streams."""
+        for stream in (self.out_stream, *self.strands):
+            self.stream.wait(stream.record())
+        return self.stream.record()
+
+    def reached(self, event: Event, what: str) -> Reached:
+        """Return the wait for an event."""
+        return Reached(event, self.comm.transport, what)
+
+    def device_room(self, name: str, nbytes: int) -> DeviceArray:
+        """Return device memory that is kept under a name; the first call is collective.
+
+        Raises:
+            DeviceMemoryError: on all ranks, where a device has no room.
+        """
+        if name not in self._rooms:
+            self._rooms[name] = together(self.mpi, lambda: self.device.allocate(nbytes))
+        room: DeviceArray = self._rooms[name]
+        return room
+
+    def pinned_room(self, name: str, nbytes: int) -> Bytes:
+        """Return page-locked host memory that is kept under a name; the first call is collective.
+
+        Where all ranks are on one host, they have all mapped it.
+        """
+        if name not in self._rooms:
+            shared = self.comm.heap.allocate(nbytes) if self.comm.board is not None else None
+            if shared is not None:
+                self.device.pin(shared)
+            self._rooms[name] = together(self.mpi, lambda: self.device.pinned(nbytes)) if shared is None else shared
+        room: Bytes = self._rooms[name]
+        return room
+
+    def _open_windows(self) -> list[DeviceArray] | None:
+        mine = together(self.mpi, lambda: self.device.allocate(2 * WINDOW))
+        windows, refusal = None, ""
+        try:
+            handle = self.device.share(mine)
+        except DeviceError as error:
+            handle, refusal = b"", str(error)
+        handles = self.mpi.allgather(handle)
+        if all(handles):
+            try:
+                windows = [self._opened(rank, given, mine) for rank, given in enumerate(handles)]
+            except MpiZeroError as error:
+                refusal = str(error)
+        refusals = [text for text in self.mpi.allgather(refusal) if text]
+        if not refusals:
+            return windows
+        if self.comm.rank == 0:
+            text = (
+                f"mpizero: ranks of {self.comm.hosts[0]} cannot load each other's GPU memory, which goes through the "
+            )
+            os.write(2, f"{text}host instead, slower: {refusals[0]}\n".encode())
+        return None
+
+    def _opened(self, rank: int, handle: bytes, mine: DeviceArray) -> DeviceArray:
+        return mine if rank == self.comm.rank else self.device.open(handle, mine.nbytes)
