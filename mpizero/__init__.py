@@ -25,6 +25,7 @@ _WHERE = {
         "scatter",
     ),
     "mpizero.comm": ("Communicator", "Work", "world"),
+    "mpizero.comm.gpus": ("choose_gpu",),
     "mpizero.errors": (
         "ArgumentError",
         "ArgumentTypeError",

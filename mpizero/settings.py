@@ -32,6 +32,11 @@ class Settings:
     device_wire: str = "auto"
     """`MPIZERO_DEVICE_WIRE`: how device memory gets from rank to rank: loads, messages or staged, where the choice is
     not to be left to mpizero."""
+    cuda_aware: bool | None = None
+    """`MPIZERO_CUDA_AWARE`: 1 or 0 says that the MPI library takes GPU memory in messages, or does not, whatever is
+    found out; None leaves it to `comm/describe.py`."""
+    canary: bool = False
+    """`MPIZERO_CANARY`: whether messages of GPU memory are first tried in child processes."""
     threads: int | None = None
     """`OMP_NUM_THREADS`: the user's own choice of threads per rank; None leaves it to mpizero."""
     terminal: bool = False
@@ -42,7 +47,7 @@ def settings() -> Settings:
     """Read the environment.
 
     Raises:
-        ArgumentError: for a value that is not a number where one is needed.
+        ArgumentError: for a value that is not a number, or not 0 or 1, where one is needed.
     """
     env = os.environ
     threads = env.get("OMP_NUM_THREADS", env.get("MKL_NUM_THREADS"))
@@ -52,6 +57,8 @@ def settings() -> Settings:
         tuning=_tuning(env.get("MPIZERO_TUNING", ""), env.get("XDG_CACHE_HOME", "")),
         loads=env.get("MPIZERO_LOADS", "1") != "0",
         device_wire=_one_of("MPIZERO_DEVICE_WIRE", env.get("MPIZERO_DEVICE_WIRE", "auto"), DEVICE_WIRES),
+        cuda_aware=_switch("MPIZERO_CUDA_AWARE", env.get("MPIZERO_CUDA_AWARE", "")),
+        canary=bool(_switch("MPIZERO_CANARY", env.get("MPIZERO_CANARY", ""))),
         threads=int(threads) if threads is not None and threads.isdecimal() else None,
         terminal=env.get("MPIZERO_TTY", "0") == "1",
     )
@@ -69,6 +76,12 @@ def _one_of(name: str, text: str, words: tuple[str, ...]) -> str:
     if text not in words:
         raise ArgumentError(must_be(name, f"one of {', '.join(words)}", text))
     return text
+
+
+def _switch(name: str, text: str) -> bool | None:
+    if text not in {"", "0", "1"}:
+        raise ArgumentError(must_be(name, "0 or 1", text, "unset it to leave the choice to mpizero"))
+    return text == "1" if text else None
 
 
 def _positive(name: str, text: str) -> float:

@@ -2,7 +2,7 @@
 
 from mpizero.arrays.device import Device, DeviceArray, Event, Stream, address_of
 from mpizero.arrays.dtypes import DTYPES, DType, dtype_named
-from mpizero.arrays.gpus import device_of, gpus
+from mpizero.arrays.gpus import device_of, gpus, parse_device
 from mpizero.arrays.kernels import UFUNCS, Quiet, can_add_halves, combine, copy, halves_adder
 from mpizero.arrays.view import (
     Borrowed,
@@ -10,6 +10,7 @@ from mpizero.arrays.view import (
     borrow,
     check_no_partial_overlap,
     flat_memory,
+    from_device_memory,
     from_memory,
     kind_of,
     new_like,
@@ -37,11 +38,13 @@ __all__ = [
     "device_of",
     "dtype_named",
     "flat_memory",
+    "from_device_memory",
     "from_memory",
     "gpus",
     "halves_adder",
     "kind_of",
     "new_like",
+    "parse_device",
     "parse_dtype",
     "scratch_view",
 ]

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,9 +31,9 @@ from mpizero.errors import DeviceError, DeviceMemoryError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from mpizero.arrays.view import View
+    from mpizero.arrays.runtime import Kernels, Runtime
 
-__all__ = ["Device", "DeviceArray", "Event", "Kernels", "Runtime", "Stream", "address_of"]
+__all__ = ["Device", "DeviceArray", "Event", "Stream", "address_of"]
 
 _ANY_DIRECTION = 4
 """cudaMemcpyDefault: the runtime sees from the addresses which way a copy goes."""
@@ -44,49 +44,6 @@ _NO_TIMING = 2
 _PORTABLE = 1
 """cudaHostAllocPortable and cudaHostRegisterPortable: page-locked for all devices."""
 _SUCCESS, _OUT_OF_MEMORY, _NOT_READY = 0, 2, 600
-
-
-class Runtime(Protocol):
-    """The functions of CUDA's runtime that are used, under the names and with the arguments that CuPy gives them."""
-
-    def setDevice(self, number: int) -> None: ...  # noqa: D102, N802
-    def malloc(self, size: int) -> int: ...  # noqa: D102
-    def free(self, address: int) -> None: ...  # noqa: D102
-    def hostAlloc(self, size: int, flags: int) -> int: ...  # noqa: D102, N802
-    def freeHost(self, address: int) -> None: ...  # noqa: D102, N802
-    def hostRegister(self, address: int, size: int, flags: int) -> None: ...  # noqa: D102, N802
-    def hostUnregister(self, address: int) -> None: ...  # noqa: D102, N802
-    def memcpyAsync(self, dst: int, src: int, size: int, kind: int, stream: int) -> None: ...  # noqa: D102, N802
-    def streamCreateWithFlags(self, flags: int) -> int: ...  # noqa: D102, N802
-    def streamWaitEvent(self, stream: int, event: int) -> None: ...  # noqa: D102, N802
-    def eventCreateWithFlags(self, flags: int) -> int: ...  # noqa: D102, N802
-    def eventDestroy(self, event: int) -> None: ...  # noqa: D102, N802
-    def eventRecord(self, event: int, stream: int) -> None: ...  # noqa: D102, N802
-    def eventQuery(self, event: int) -> int: ...  # noqa: D102, N802
-    def eventSynchronize(self, event: int) -> None: ...  # noqa: D102, N802
-    def ipcGetMemHandle(self, address: int) -> bytes: ...  # noqa: D102, N802
-    def ipcOpenMemHandle(self, handle: bytes) -> int: ...  # noqa: D102, N802
-    def ipcCloseMemHandle(self, address: int) -> None: ...  # noqa: D102, N802
-
-
-class Kernels(Protocol):
-    """Do the arithmetic of collectives on a device."""
-
-    def reduce(self, op: str, targets: Sequence[View], sources: Sequence[View], divisor: int, stream: int) -> None:
-        """Combine the sources in the canonical order, divide, round once, and store the result in every target.
-
-        Args:
-            op: sum, mean (adds), prod, max, min, or copy (of one source).
-            targets: views of the element type, or of its accumulation type; may be exactly one of the sources.
-            sources: likewise, at most 32, the lowest rank's first.
-            divisor: 1, or the number of ranks for a mean.
-            stream: the handle of the stream.
-        """
-        ...
-
-    def move(self, runs: Sequence[tuple[int, int, int]], stream: int) -> None:
-        """Copy runs of device memory, each (from, to, bytes), in one go: pack or unpack."""
-        ...
 
 
 class Event:
@@ -320,7 +277,7 @@ class Device:
 
     def __repr__(self) -> str:
         """Return its number."""
-        return f"Device({self.number})"
+        return f"GPU {self.number}"
 
 
 def address_of(array: Any) -> int:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import sys
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpizero.arrays.device import Device
 from mpizero.errors import ArgumentTypeError, must_be
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-__all__ = ["Gpus", "device_of", "gpus", "is_cupy"]
+__all__ = ["Gpus", "device_of", "gpus", "is_cupy", "parse_device"]
 
 
 class Gpus:
@@ -33,6 +30,10 @@ class Gpus:
         if number not in self._devices:
             self._devices[number] = _through_cupy(number)
         return self._devices[number]
+
+    def current(self) -> int:
+        """Return the number of the device that is current for CuPy."""
+        return int(_runtime(0).getDevice())
 
 
 @cache
@@ -58,6 +59,27 @@ def device_of(x: Any) -> Device | None:
     return _GPUS.device(x.device.id) if is_cupy(x) else None
 
 
+def parse_device(device: Any) -> Device:
+    """Return the device that `cuda`, `cuda:1`, a number or a torch device means; `cuda` is the current one.
+
+    Raises:
+        ArgumentTypeError: for what means no CUDA device, and where CuPy is not installed.
+    """
+    kind, _, number = str(device).partition(":")
+    if isinstance(device, int) and not isinstance(device, bool):
+        kind, number = "cuda", str(device)
+    if kind != "cuda" or not (number.isdecimal() or not number):
+        raise ArgumentTypeError(must_be("device", "cuda, cuda:N or None for host memory", str(device)))
+    if _GPUS.stand_in is not None:
+        return _GPUS.stand_in
+    torch = sys.modules.get("torch")
+    if not number and torch is not None and torch.cuda.is_available():
+        number = str(torch.cuda.current_device())
+    if not number:
+        number = str(_GPUS.current())
+    return _GPUS.device(int(number))
+
+
 def is_cupy(x: Any) -> bool:
     """Return whether `x` is a CuPy array; loads nothing."""
     cupy = sys.modules.get("cupy")
@@ -65,22 +87,27 @@ def is_cupy(x: Any) -> bool:
 
 
 def _through_cupy(number: int) -> Device:
+    kernels = import_module("mpizero.arrays.cuda_kernels").CudaKernels()
+    return Device(_runtime(number), kernels, number, users=_users_streams)
+
+
+def _runtime(number: int) -> Any:
     try:
-        runtime = import_module("cupy.cuda.runtime")
+        return import_module("cupy.cuda.runtime")
     except ImportError as error:
         torch = sys.modules.get("torch")
         version = getattr(getattr(torch, "version", None), "cuda", None) or "13"
         remedy = f"pip install 'mpizero[cuda{version.partition('.')[0]}]'"
         rule = "in host memory where CuPy is not installed"
         raise ArgumentTypeError(must_be("x", rule, f"an array of GPU {number}", remedy)) from error
-    kernels = import_module("mpizero.arrays.cuda_kernels").CudaKernels()
-    return Device(runtime, kernels, number, users=_users_streams)  # type: ignore[arg-type]  # a module is a Runtime
 
 
-def _users_streams(number: int) -> Iterator[int]:
-    """Give the handles of the current streams of torch and CuPy, of those that are loaded."""
+def _users_streams(number: int) -> list[int]:
+    """Return the handles of the current streams of torch and CuPy, of those that are loaded."""
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    streams = []
     if torch is not None and torch.cuda.is_initialized():
-        yield int(torch.cuda.current_stream(number).cuda_stream)
+        streams.append(int(torch.cuda.current_stream(number).cuda_stream))
     if cupy is not None:
-        yield int(cupy.cuda.get_current_stream(number).ptr)
+        streams.append(int(cupy.cuda.get_current_stream(number).ptr))
+    return streams

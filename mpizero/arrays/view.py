@@ -6,6 +6,7 @@ import math
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ __all__ = [
     "borrow",
     "check_no_partial_overlap",
     "flat_memory",
+    "from_device_memory",
     "from_memory",
     "kind_of",
     "new_like",
@@ -315,6 +317,35 @@ def from_memory(memory: np.ndarray[Any, Any] | None, shape: tuple[int, ...], dty
         return memory.view(dtype.storage).reshape(shape)
     torch = sys.modules["torch"]
     return torch.from_numpy(memory).view(getattr(torch, dtype.name)).view(shape)
+
+
+def from_device_memory(memory: DeviceArray, shape: tuple[int, ...], dtype: DType, library: str) -> Any:
+    """Return bytes of device memory as an array.
+
+    Args:
+        memory: bytes, as many as the array needs; the array keeps them alive.
+        shape: of the array.
+        dtype: of its elements.
+        library: `torch` for a torch tensor, else a CuPy array.
+    """
+    if memory.device is _GPUS.stand_in:
+        return from_memory(np.asarray(_OnHost(memory)), shape, dtype, library)
+    if library == "torch":
+        torch = sys.modules["torch"]
+        flat = torch.as_tensor(memory, device=f"cuda:{memory.device.number}")
+        return flat.view(getattr(torch, dtype.name)).view(shape)
+    cupy = import_module("cupy")
+    owned = cupy.cuda.UnownedMemory(memory.address, memory.nbytes, memory, memory.device.number)
+    return cupy.ndarray(shape, dtype.storage, cupy.cuda.MemoryPointer(owned, 0))
+
+
+class _OnHost:
+    """Offer the memory of a device that the host plays."""
+
+    def __init__(self, memory: DeviceArray) -> None:
+        self.memory = memory
+        data = (memory.address, False)
+        self.__array_interface__ = {"data": data, "typestr": "|u1", "shape": (memory.size,), "version": 3}
 
 
 def flat_memory(x: Any) -> np.ndarray[Any, Any] | None:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from mpizero.bench.timing import bus_bandwidth, time_all_reduce
 from mpizero.cli.facts import RankFacts, by_host, rank_facts
-from mpizero.cli.problems import Problem, host_problems, library_problems, rank_problems
+from mpizero.cli.gpu_rows import gpu_rows
+from mpizero.cli.problems import Problem, gpu_problems, host_problems, library_problems, rank_problems
 from mpizero.comm import world
+from mpizero.comm.canary import verdict_of_all
 from mpizero.comm.describe import MpiFacts, describe, launcher_rank
 from mpizero.comm.launch import Launcher, check_pair, command, find_launcher, under_launcher
 from mpizero.errors import LaunchError, MpiNotFoundError
@@ -58,10 +60,12 @@ def run(_options: argparse.Namespace) -> int:
         return _alone(error)
     shares = comm.node.board is not None if comm.node.size > 1 else None
     facts = comm.mpi.gather(rank_facts(comm.rank, shares))
+    wanted = settings().canary and any(each.gpus for each in facts or ())
+    canary = verdict_of_all(comm, wanted=wanted)
     timings = _timings(comm) if comm.size > 1 else []
     code = 0
     if comm.rank == 0:
-        report = Report(ranks=facts, mpi=describe(), timings=timings)
+        report = Report(ranks=facts, mpi=describe(canary), timings=timings)
         _examine(report)
         code = _print(report)
     return int(comm.mpi.bcast(code))
@@ -97,6 +101,7 @@ def _examine(report: Report) -> None:
     if report.mpi is not None:
         report.problems += library_problems(report.mpi)
     report.problems += rank_problems(report.ranks)
+    report.problems += gpu_problems(report.ranks)
     for host in by_host(report.ranks):
         report.problems += host_problems(host)
 
@@ -147,9 +152,8 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     ]
     rows.append(("MPI launcher", report.launcher_says))
     if mpi is not None:
-        aware = {True: "yes", False: "no", None: "unknown"}[mpi.gpu_aware]
         rows.append(("thread level", f"MPI_THREAD_{mpi.thread_level}"))
-        rows.append(("takes GPU memory", f"{aware}: {mpi.gpu_source}"))
+    rows += gpu_rows(report.ranks, mpi)
     names = ("mpizero", "Python", "torch")
     rows += [(name, version or "not installed") for name, version in zip(names, first.versions, strict=True)]
     if first.threads is not None:

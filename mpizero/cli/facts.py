@@ -10,6 +10,7 @@ import socket
 from dataclasses import dataclass
 
 from mpizero import __version__
+from mpizero.comm.gpus import Gpu, allocator, find_gpus, memory_warnings
 from mpizero.comm.launch import cores
 from mpizero.settings import settings
 
@@ -45,6 +46,15 @@ class RankFacts:
     shares: bool | None = None
     """Whether the ranks of its host map memory together; None for a rank that is alone on its host."""
 
+    gpus: tuple[Gpu, ...] = ()
+    """Those that this process sees."""
+
+    no_gpu: str = ""
+    """Why it sees none."""
+
+    gpu_warnings: tuple[tuple[str, str], ...] = ()
+    """What makes communication of GPU memory slow or unsafe in this process, each with its remedy."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
@@ -60,13 +70,14 @@ class Host:
 
 
 def rank_facts(rank: int, shares: bool | None = None) -> RankFacts:  # noqa: FBT001  (a fact, not a switch)
-    """Return the facts of this process, which is `rank`; loads torch if it is installed.
+    """Return the facts of this process, which is `rank`; loads torch, and CuPy where there is a driver, if installed.
 
     Args:
         rank: its number.
         shares: whether it maps memory together with the other ranks of its host; None without such.
     """
     version, threads = _torch()
+    gpus, no_gpu = find_gpus()
     bound = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(cores())
     return RankFacts(
         rank=rank,
@@ -78,6 +89,9 @@ def rank_facts(rank: int, shares: bool | None = None) -> RankFacts:  # noqa: FBT
         threads_chosen=settings().threads is not None,
         shm_free=_shm_free(),
         shares=shares,
+        gpus=gpus,
+        no_gpu=no_gpu,
+        gpu_warnings=tuple(memory_warnings(pool=allocator())) if gpus else (),
     )
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpizero.comm.launch import check_pair, command, environment, find_launcher, vendor_of_library
+from mpizero.comm.ucx import check_openmpi, cuda_aware_flags, cuda_aware_variables, ucx_folder
 from mpizero.errors import ArgumentError, MpiZeroError, must_be
 
 if TYPE_CHECKING:
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TIMED_OUT", "main"]
 
-USAGE = "mzrun -n N [--timeout SECONDS] [--hosts A,B] [--mpi-args '...'] [--] script.py ... | -m module ..."
+USAGE = (
+    "mzrun -n N [--timeout SECONDS] [--hosts A,B] [--mpi-args '...'] [--cuda-aware] [--] script.py ... | -m module ..."
+)
 TIMED_OUT = 124
 BAD_USAGE = 2
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -69,6 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeout", metavar="SECONDS", help="end the job after so long, with exit code 124")
     parser.add_argument("--hosts", metavar="A,B", help="where to run, each NAME or NAME:RANKS")
     parser.add_argument("--mpi-args", metavar="'...'", default="", help="more flags for the launcher, in one word")
+    about = "let messages carry GPU memory, by Open MPI with the UCX of the wheel libucx-cu13 or -cu12; tried first"
+    parser.add_argument("--cuda-aware", action="store_true", help=about)
     return parser
 
 
@@ -81,8 +86,8 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
             return argv[:at], argv[at + 1 :]
         if word == "-m" or not word.startswith("-"):
             break
-        # Every option but -h takes a value: the next word unless it is joined on.
-        joined = "=" in word or word in {"-h", "--help"} or (word.startswith("-n") and word != "-n")
+        # Every option but these takes a value: the next word unless it is joined on.
+        joined = "=" in word or word in {"-h", "--help", "--cuda-aware"} or (word.startswith("-n") and word != "-n")
         at += 1 if joined else 2
     return argv[:at], argv[at:]
 
@@ -101,7 +106,12 @@ def _start(options: argparse.Namespace, program: list[str]) -> int:
     if "--bind-to" in shlex.split(options.mpi_args) and line.count("--bind-to") > 1:
         at = len(line) - 1 - line[::-1].index("--bind-to")
         del line[at : at + 2]
-    return _run(line, _variables(environment(launcher, ranks)), timeout)
+    variables = _variables(environment(launcher, ranks))
+    if options.cuda_aware:
+        check_openmpi(launcher)
+        variables = cuda_aware_variables(variables, ucx_folder())
+        line[1:1] = cuda_aware_flags()
+    return _run(line, variables, timeout)
 
 
 def _number(what: str, text: str, kind: type[Any], rule: str) -> Any:

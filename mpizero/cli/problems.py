@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mpizero.cli.facts import Host, RankFacts
     from mpizero.comm.describe import MpiFacts
 
-__all__ = ["Problem", "host_problems", "library_problems", "rank_problems"]
+__all__ = ["Problem", "gpu_problems", "host_problems", "library_problems", "rank_problems"]
 
 SMALL_SHM = 64 << 20
 """Bytes of /dev/shm that a container has by default, too few for the buffers that ranks of a host share."""
@@ -82,6 +82,17 @@ def rank_problems(facts: list[RankFacts]) -> Iterator[Problem]:
             remedy="reinstall it with `pip install 'mpizero[torch]'`" if broken else "`pip install 'mpizero[torch]'`",
             fails=broken,
         )
+
+
+def gpu_problems(facts: list[RankFacts]) -> Iterator[Problem]:
+    """Find what makes communication of GPU memory slow or unsafe; a text that several ranks have is said once."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for each in facts:
+        for warning in each.gpu_warnings:
+            found.setdefault(warning, []).append(each.rank)
+    for (text, remedy), ranks in found.items():
+        where = "" if len(ranks) == len(facts) else f" (on rank {ranges(ranks)})"
+        yield Problem(text=f"{text}{where}", remedy=remedy, fails=False)
 
 
 def library_problems(mpi: MpiFacts) -> Iterator[Problem]:

@@ -224,12 +224,12 @@ class Call:
 
     def _check_like(self, out: Any) -> None:
         kind_of(out, "out")
-        if self.x is not None and out.dtype != self.x.array.dtype:
-            raise ArgumentTypeError(must_be("dtype of out", f"that of x, {self.x.array.dtype}", str(out.dtype)))
         if self.x is not None and device_of(out) is not self.x.view.device:
             x = self.x.view.device
             where, got = ("host memory" if device is None else str(device) for device in (x, device_of(out)))
             raise ArgumentTypeError(must_be("out", f"where x is, in {where}", got, "copy one of them to the other"))
+        if self.x is not None and out.dtype != self.x.array.dtype:
+            raise ArgumentTypeError(must_be("dtype of out", f"that of x, {self.x.array.dtype}", str(out.dtype)))
 
 
 def _is_part(part: View, whole: View, start: int) -> bool:

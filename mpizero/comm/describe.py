@@ -1,9 +1,17 @@
 """What the loaded MPI library is, and whether it takes GPU memory, told without a GPU.
 
-[Note: GPU awareness] Four ways to know, the surest first: the library's own list of memory kinds (MPI 4.1), its answer
-to `MPIX_Query_cuda_support`, variables by which a site turns it on, and the user's word, `MPIZERO_CUDA_AWARE`, which
-overrides all. A "no" of the second can be relied on; a "yes" only says that the support was compiled in, since the
-layers below the library may lack it.
+[Note: GPU awareness] A ladder, whose first rung that applies gives the answer:
+
+1. the user's word, `MPIZERO_CUDA_AWARE`;
+2. the verdict of the canary (`comm/canary.py`), where it was run: the only rung that tries it;
+3. the library's own list of memory kinds, `mpi_memory_alloc_kinds` of MPI 4.1, if CUDA is on it;
+4. a yes of `MPIX_Query_cuda_support` or `MPIX_GPU_query_support`, which only says that the support was compiled in: the
+   layers below the library may lack it;
+5. variables by which a site asks for it;
+6. a no of the same functions, or a list without CUDA.
+
+Messages of device memory rely on a yes of the first three alone. On a wrong yes the process would end by a segmentation
+fault, on a wrong no data take the road through the host.
 """
 
 from __future__ import annotations
@@ -15,18 +23,39 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpizero.comm.launch import NAMES, vendor_of_text
 from mpizero.comm.raw import mpi
+from mpizero.settings import settings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
-__all__ = ["MpiFacts", "describe", "gpu_awareness", "launcher_rank", "machine"]
+    from mpizero.comm.canary import Verdict
+
+__all__ = [
+    "Awareness",
+    "MpiFacts",
+    "describe",
+    "gpu_awareness",
+    "launcher_rank",
+    "machine",
+    "takes_device_memory",
+]
 
 OVERRIDE = "MPIZERO_CUDA_AWARE"
-HINTS = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MVP_USE_CUDA", "PSP_CUDA", "I_MPI_OFFLOAD")
+HINTS = (
+    "MPICH_GPU_SUPPORT_ENABLED",
+    "MV2_USE_CUDA",
+    "MVP_USE_CUDA",
+    "PSP_CUDA",
+    "I_MPI_OFFLOAD",
+    "OMPI_MCA_opal_cuda_support",
+)
+OFF = {"", "0", "n", "no", "off", "false"}
+CUDA_OF_MPICH = 0
+"""MPIX_GPU_SUPPORT_CUDA in the headers of MPICH and what descends from it."""
 RANK_VARIABLES = (
     "OMPI_COMM_WORLD_RANK",
     "PMI_RANK",
@@ -66,19 +95,40 @@ class MpiFacts:
     gpu_source: str
     """How that was found out."""
 
+    gpu_sure: bool = False
+    """Whether messages may rely on it."""
 
-def describe() -> MpiFacts:
+    ucx: str = ""
+    """Where the UCX lies that this process has loaded, "" where it has none."""
+
+
+class Awareness(NamedTuple):
+    """Say whether MPI takes GPU memory (None: unknown), how that was found out, and whether it may be relied on."""
+
+    aware: bool | None
+    source: str
+    sure: bool
+
+
+def describe(canary: Verdict | None = None) -> MpiFacts:
     """Return the facts of the MPI library that mpi4py loads; starts MPI where it has not been started.
+
+    Not collective, and sends nothing. Ranks may find different things where their hosts differ, so that what they do
+    about them has to be agreed on.
+
+    Args:
+        canary: from `canary.verdict_of_all`, None where it was not run.
 
     Raises:
         MpiNotFoundError: where no MPI library can be loaded.
+        ArgumentError: where `MPIZERO_CUDA_AWARE` is neither 0 nor 1.
     """
     module = mpi()
     text = module.Get_library_version().replace("\0", "").strip()
     vendor = vendor_of_text(text)
     version = re.search(r"\d+\.\d+[\w.]*", text)
     levels = [getattr(module, f"THREAD_{level}") for level in THREAD_LEVELS]
-    aware, source = gpu_awareness(_memory_kinds(module), answer=_cuda_answer())
+    told = gpu_awareness(_memory_kinds(module), answers=_answers(), override=settings().cuda_aware, canary=canary)
     return MpiFacts(
         vendor=vendor,
         name=NAMES.get(vendor, "an unknown MPI"),
@@ -86,9 +136,23 @@ def describe() -> MpiFacts:
         text=text,
         standard=".".join(map(str, module.Get_version())),
         thread_level=THREAD_LEVELS[levels.index(module.Query_thread())],
-        gpu_aware=aware,
-        gpu_source=source,
+        gpu_aware=told.aware,
+        gpu_source=told.source,
+        gpu_sure=told.sure,
+        ucx=next(iter(_loaded_libraries("libucp")), ""),
     )
+
+
+def takes_device_memory(facts: MpiFacts) -> bool:
+    """Return whether messages may be given device pointers; see [Note: GPU awareness].
+
+    True by `MPIZERO_CUDA_AWARE=1`, a canary that passed, or a library that lists CUDA among its memory kinds. Support
+    that was compiled in, or asked for by a site, and not tried is not enough: `MPIZERO_CANARY=1` tries it.
+
+    Args:
+        facts: from `describe`.
+    """
+    return facts.gpu_aware is True and facts.gpu_sure
 
 
 @cache
@@ -104,29 +168,39 @@ def machine() -> dict[str, str]:
 
 
 def gpu_awareness(
-    kinds: str | None, *, answer: bool | None, variables: Mapping[str, str] | None = None
-) -> tuple[bool | None, str]:
-    """Return whether MPI takes GPU memory, None if unknown, and how that was found out. See [Note: GPU awareness].
+    kinds: str | None,
+    *,
+    answers: Mapping[str, bool],
+    variables: Mapping[str, str] | None = None,
+    override: bool | None = None,
+    canary: Verdict | None = None,
+) -> Awareness:
+    """Return whether MPI takes GPU memory and how that was found out. See [Note: GPU awareness].
 
     Args:
         kinds: the library's `mpi_memory_alloc_kinds`, None where it has none.
-        answer: what `MPIX_Query_cuda_support` returned, None where there is no such function.
+        answers: what those of the library's functions that can be asked have said, by their names.
         variables: the environment, `os.environ` by default.
+        override: `MPIZERO_CUDA_AWARE`, None where it is not set.
+        canary: the canary's verdict, None where it was not run.
     """
     variables = os.environ if variables is None else variables
-    override = variables.get(OVERRIDE, "")
-    hints = [f"{name}={variables[name]}" for name in HINTS if variables.get(name, "0") not in {"", "0"}]
-    listed = kinds is not None and re.search(r"\b(cuda|rocm|level_zero)\b", kinds) is not None
+    hints = [f"{name}={variables[name]}" for name in HINTS if variables.get(name, "").lower() not in OFF]
+    listed = kinds is not None and re.search(r"\bcuda\b", kinds) is not None
+    yes = [name for name, said in answers.items() if said]
+    no = [name for name, said in answers.items() if not said]
+    passed = canary is not None and canary.passed
     ladder = (
-        (override in {"0", "1"}, override == "1", f"{OVERRIDE}={override} says so"),
-        (listed, True, f"the library lists mpi_memory_alloc_kinds={kinds}"),
-        (answer is True, True, "MPIX_Query_cuda_support() of the library returns 1: compiled in, not tried"),
-        (bool(hints), True, f"the environment has {', '.join(hints)}: asked for, not tried"),
-        (answer is False, False, "MPIX_Query_cuda_support() of the library returns 0"),
-        (bool(kinds), False, f"the library lists mpi_memory_alloc_kinds={kinds}, no GPU among them"),
-        (True, None, f"the library does not tell; {OVERRIDE}=1 or 0 does"),
+        (override is not None, override, f"{OVERRIDE}={int(override or 0)} says so", True),
+        (canary is not None, passed, "" if canary is None else canary.why, True),
+        (listed, True, f"the library lists mpi_memory_alloc_kinds={kinds}", True),
+        (bool(yes), True, f"{', '.join(yes)} of the library says yes: compiled in, not tried", False),
+        (bool(hints), True, f"the environment has {', '.join(hints)}: asked for, not tried", False),
+        (bool(no), False, f"{', '.join(no)} of the library says no", True),
+        (bool(kinds), False, f"the library lists mpi_memory_alloc_kinds={kinds}, no CUDA among them", True),
+        (True, None, "the library does not tell", False),
     )
-    return next((aware, source) for applies, aware, source in ladder if applies)
+    return next(Awareness(aware, source, sure) for applies, aware, source, sure in ladder if applies)
 
 
 def launcher_rank(variables: Mapping[str, str] | None = None) -> int | None:
@@ -149,23 +223,37 @@ def _memory_kinds(module: Any) -> str | None:
     return kinds
 
 
-def _cuda_answer() -> bool | None:
+def _answers() -> dict[str, bool]:
     """Ask the library that this process has loaded; mpi4py loads it out of the reach of a look-up by name alone."""
-    for path in _loaded_libraries():
+    found: dict[str, bool] = {}
+    for path in _loaded_libraries("libmpi"):
         try:
             library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-            query = library.MPIX_Query_cuda_support
-        except (OSError, AttributeError):
+        except OSError:
             continue
+        for name, said in _asked(library):
+            found[name] = found.get(name, False) or said
+    return found
+
+
+def _asked(library: ctypes.CDLL) -> Iterator[tuple[str, bool]]:
+    if hasattr(library, "MPIX_Query_cuda_support"):
+        query = library.MPIX_Query_cuda_support
         query.restype, query.argtypes = ctypes.c_int, []
-        return bool(query())
-    return None
+        yield "MPIX_Query_cuda_support()", bool(query())
+    if hasattr(library, "MPIX_GPU_query_support"):
+        flag = ctypes.c_int(0)
+        query = library.MPIX_GPU_query_support
+        query.restype, query.argtypes = ctypes.c_int, [ctypes.c_int, ctypes.POINTER(ctypes.c_int)]
+        failed = query(CUDA_OF_MPICH, ctypes.byref(flag))
+        yield "MPIX_GPU_query_support(CUDA)", not failed and bool(flag.value)
 
 
-def _loaded_libraries() -> list[str]:
+def _loaded_libraries(name: str) -> list[str]:
+    """Return the paths of the shared libraries in this process whose file names begin so."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
         return []
-    found = (re.search(r"(/\S*/libmpi[^/]*\.so\S*)$", line) for line in lines)
+    found = (re.search(rf"(/\S*/{name}[^/]*\.so\S*)$", line) for line in lines)
     return sorted({match.group(1) for match in found if match})

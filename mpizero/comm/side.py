@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from mpizero.comm.canary import device_messages
 from mpizero.comm.device_heap import device_heap
 from mpizero.comm.messages import STRANDS
 from mpizero.comm.reached import Reached, together
@@ -51,6 +52,8 @@ class DeviceSide:
         self.out_stream: Stream = device.stream()
         """For copies from the host; `stream` has those to it."""
         self.forced = settings().device_wire
+        self.aware, self.why_aware = device_messages(comm) if comm.size > 1 else (False, "there is one rank")
+        """Whether messages may carry device memory, and how that is known; equal on all ranks."""
         shares = comm.board is not None and comm.size <= MOST_LOADED and self.forced in {"auto", "loads"}
         self.windows: list[DeviceArray] | None = self._open_windows() if shares else None
         """Every rank's window, this rank's own included; None where ranks cannot load each other's device memory."""
@@ -63,7 +66,7 @@ class DeviceSide:
     @property
     def has_short_wire(self) -> bool:
         """Return whether some pair of ranks has a better wire for device memory than the host."""
-        return False
+        return self.aware or (self.windows is not None and self.comm.size > 1)
 
     @property
     def wires(self) -> Any:

@@ -91,6 +91,8 @@ class HostRuntime:
         self._next = 100
         self.users: list[int] = [IMMEDIATE]
         """The streams that the caller's libraries use now."""
+        self.copies = 0
+        """Copies that were queued."""
         self.allocated = 0
         """Bytes of device memory in use."""
 
@@ -137,6 +139,7 @@ class HostRuntime:
 
     def memcpyAsync(self, dst: int, src: int, size: int, kind: int, stream: int) -> None:  # noqa: ARG002, N802
         """Queue a copy."""
+        self.copies += 1
         self.enqueue(stream, lambda: ctypes.memmove(dst, src, size))
 
     def streamCreateWithFlags(self, flags: int) -> int:  # noqa: ARG002, N802
@@ -282,6 +285,7 @@ class HostKernels:
     def move(self, runs: Sequence[tuple[int, int, int]], stream: int) -> None:
         """Queue copies of bytes, each (from, to, number)."""
         self.launched.append("move")
+        self._runtime.copies += 1
 
         def work() -> None:
             for source, target, nbytes in runs:

@@ -12,8 +12,10 @@ import pytest
 from mpizero.bench.timing import bus_bandwidth
 from mpizero.cli.doctor import node_shared
 from mpizero.cli.facts import RankFacts, by_host
-from mpizero.cli.problems import host_problems, library_problems, rank_problems
-from mpizero.comm.describe import MpiFacts, gpu_awareness, launcher_rank
+from mpizero.cli.gpu_rows import gpu_rows
+from mpizero.cli.problems import gpu_problems, host_problems, library_problems, rank_problems
+from mpizero.comm.describe import MpiFacts
+from mpizero.comm.gpus import Gpu
 from mpizero.comm.launch import vendor_of_library
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +45,8 @@ def test_alone_shows_facts_and_how_to_get_the_table():
     assert "-n 2" in done.stdout
     assert re.search(r"node-shared parameters +with 2 or more ranks on a host; [\d,]+ MiB", done.stdout)
     assert "GB/s" not in done.stdout
+    lines = re.findall(r"^GPU.*", done.stdout, re.MULTILINE)
+    assert len(lines) == 1 or "none found" not in lines[0]
 
 
 def test_in_a_job_one_rank_prints_the_table():
@@ -173,29 +177,82 @@ def test_thread_level_below_multiple_is_a_problem():
     assert "MPI_THREAD_FUNNELED" in problem.text
 
 
+H200 = Gpu(name="H200", bus="0000:01:00.0"), Gpu(name="H200", bus="0000:02:00.0")
+NO_DRIVER = {"no_gpu": "there is no NVIDIA driver (libcuda.so.1)"}
+
+
+def mpi_facts(**changed):
+    names = ("vendor", "name", "version", "text", "standard", "thread_level")
+    told = {"gpu_aware": False, "gpu_source": "Query() says no", "gpu_sure": True, **changed}
+    return MpiFacts(**dict.fromkeys(names, ""), **told)
+
+
+def rows(ranks, **changed):
+    return dict(gpu_rows(ranks, mpi_facts(**changed)))
+
+
+def test_without_a_gpu_there_is_one_line_for_it():
+    found = rows([facts(0, **NO_DRIVER), facts(1, **NO_DRIVER)], ucx="/opt/lib/libucp.so.0")
+    assert found == {
+        "GPUs": "none found: there is no NVIDIA driver (libcuda.so.1)",
+        "takes GPU memory": "no: Query() says no",
+    }
+    assert [what for what, _ in gpu_rows([facts(0, **NO_DRIVER)], None)] == ["GPUs"]
+
+
+def test_gpus_are_counted_per_host_once():
+    ranks = [facts(0, gpus=H200), facts(1, gpus=H200), facts(2, gpus=H200, host="b"), facts(3, host="c", **NO_DRIVER)]
+    assert rows(ranks)["GPUs"] == "a, b: 2 x H200; c: none found: there is no NVIDIA driver (libcuda.so.1)"
+    assert rows(ranks[:3])["GPUs"] == "2 x H200 on each of 2 hosts"
+    assert rows([facts(0, gpus=H200[:1]), facts(1, gpus=H200[1:])])["GPUs"] == "2 x H200"
+    none = [facts(0, **NO_DRIVER), facts(1, host="b", **NO_DRIVER)]
+    assert rows(none)["GPUs"] == "none found: there is no NVIDIA driver (libcuda.so.1)"
+
+
 @pytest.mark.parametrize(
-    ("kinds", "answer", "variables", "aware", "source"),
+    ("told", "wire"),
     [
-        (None, None, {}, None, "does not tell"),
-        (None, False, {}, False, "returns 0"),
-        (None, True, {}, True, "compiled in, not tried"),
-        ("mpi,system", None, {}, False, "no GPU among them"),
-        ("mpi,system,cuda:device", False, {}, True, "mpi_memory_alloc_kinds=mpi,system,cuda:device"),
-        ("mpi,system", None, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, True, "MPICH_GPU_SUPPORT_ENABLED=1"),
-        (None, None, {"MV2_USE_CUDA": "0"}, None, "does not tell"),
-        (None, False, {"MPIZERO_CUDA_AWARE": "1"}, True, "MPIZERO_CUDA_AWARE=1"),
-        ("cuda", True, {"MPIZERO_CUDA_AWARE": "0"}, False, "MPIZERO_CUDA_AWARE=0"),
+        ({}, r"staged through host memory: the MPI library does not take GPU memory$"),
+        ({"gpu_aware": None, "gpu_sure": False}, r"staged .* MPIZERO_CANARY=1 tries it"),
+        ({"gpu_aware": True, "gpu_sure": False}, r"staged .* MPIZERO_CANARY=1 tries it"),
+        ({"gpu_aware": True, "gpu_source": "the canary passed"}, r"CUDA-aware messages: the canary passed$"),
     ],
 )
-def test_gpu_awareness(kinds, answer, variables, aware, source):
-    told = gpu_awareness(kinds, answer=answer, variables=variables)
-    assert told[0] is aware
-    assert source in told[1]
+def test_wire_between_hosts(told, wire):
+    found = rows([facts(0, gpus=H200), facts(1, gpus=H200, host="b")], **told)
+    assert re.match(wire, found["GPU data between hosts"])
+    assert "GPU data on a host" not in found
 
 
-def test_launcher_rank():
-    assert launcher_rank({}) is None
-    assert launcher_rank({"PMI_RANK": "3"}) == 3
+def test_wire_on_a_host(monkeypatch):
+    monkeypatch.delenv("MPIZERO_LOADS", raising=False)
+    both = [facts(0, gpus=H200), facts(1, gpus=H200)]
+    assert rows(both)["GPU data on a host"].startswith("loads on the node")
+    assert "GPU data between hosts" not in rows(both)
+    hidden = rows([facts(0, gpus=H200[:1]), facts(1, gpus=H200[1:])])["GPU data on a host"]
+    assert re.match(r"staged .*; no loads on the node: ranks of a see different GPUs", hidden)
+    assert set(rows([facts(0, gpus=H200)])) >= {"GPU data on a host", "GPU data between hosts"}
+    monkeypatch.setenv("MPIZERO_LOADS", "0")
+    assert rows(both)["GPU data on a host"].endswith("no loads on the node: MPIZERO_LOADS=0")
+
+
+def test_ucx_is_shown_where_it_is_a_wheels_or_there_is_a_gpu():
+    assert rows([facts(**NO_DRIVER)], ucx="/x/libucx/lib/libucp.so.0")["UCX"] == "/x/libucx/lib/libucp.so.0"
+    assert rows([facts(gpus=H200)], ucx="/x/libucp.so.0")["UCX"] == "/x/libucp.so.0"
+
+
+def test_gpu_warnings_of_several_ranks_are_said_once():
+    ranks = [facts(0, gpu_warnings=(("a", "b"), ("c", "d"))), facts(1, gpu_warnings=(("a", "b"),))]
+    assert [(each.text, each.remedy, each.fails) for each in gpu_problems(ranks)] == [
+        ("a", "b", False),
+        ("c (on rank 0)", "d", False),
+    ]
+
+
+def test_a_wrong_override_is_refused():
+    done = run(*DOCTOR, MPIZERO_CUDA_AWARE="yes")
+    assert done.returncode == 2
+    assert done.stderr.startswith("mpizero doctor: MPIZERO_CUDA_AWARE must be 0 or 1 (got 'yes')")
 
 
 def test_bus_bandwidth():

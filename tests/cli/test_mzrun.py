@@ -6,9 +6,12 @@ import subprocess
 import sys
 import textwrap
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from mpizero.comm.launch import vendor_of_library
 
 ROOT = Path(__file__).parents[2]
 LINE = [sys.executable, str(ROOT / "bin" / "mzrun")]
@@ -151,3 +154,26 @@ def test_tells_ranks_of_a_terminal(script, monkeypatch):
         assert job.wait(60) == 0
     assert os.read(leader, 1000).strip() == b"1 True"
     os.close(leader)
+
+
+UCX_LOADED = """
+import numpy as np
+peer, count = (rank + 1) % size, 1 << 18
+came = np.empty(count, "f4")
+MPI.COMM_WORLD.Sendrecv(np.arange(count, dtype="f4") + rank, peer, recvbuf=came, source=peer)
+right = bool((came == np.arange(count, dtype="f4") + peer).all()) and MPI.COMM_WORLD.allreduce(rank) == 1
+loaded = {line.split()[-1] for line in open("/proc/self/maps") if "/libucp" in line}
+print("right", right, *loaded, flush=True)
+"""
+
+
+@pytest.mark.skipif(find_spec("libucx") is None, reason="no libucx-cu12 or libucx-cu13 wheel (extras ucx12, ucx13)")
+def test_cuda_aware_runs_on_the_ucx_of_the_wheel(script):
+    """On host memory: messages go right, and the UCX in the ranks is the wheel's, not Open MPI's own."""
+    if vendor_of_library()[0] != "openmpi":
+        pytest.skip("the swap needs Open MPI")
+    done = mzrun("--cuda-aware", "-n", "2", "--timeout", "60", script(UCX_LOADED))
+    folder = Path(find_spec("libucx").submodule_search_locations[0]) / "lib"
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert [line.split() for line in done.stdout.splitlines()] == [["right", "True", f"{folder}/libucp.so.0"]] * 2

@@ -28,8 +28,11 @@ class Late:
 
     def tensor(self, values):
         x = torch.full_like(values, 77)
-        self.runtime.enqueue(self.stream, lambda: x.copy_(values))
+        self.fill(x, values)
         return x
+
+    def fill(self, x, values):
+        self.runtime.enqueue(self.stream, lambda: x.copy_(values))
 
     def seen(self, x):
         result = torch.empty_like(x)
@@ -168,3 +171,72 @@ def test_prepared(wired, world):
         parts = [part(torch.float32, r + turn, 100, world.size) for r in range(world.size)]
         late.runtime.enqueue(late.stream, lambda parts=parts: x.copy_(parts[world.rank]))
         assert same(late.seen(again()), canonical(parts, "sum"))
+
+
+def test_symmetric_buffers(wired, world):
+    """In buffers of `empty` the peers' kernels read and write in place: no windows, one phase."""
+    comm, late, wire = wired
+    size, rank = world.size, world.rank
+    for count, dtype in itertools.product((1, 7, 1000, 40_001), (torch.float32, torch.bfloat16)):
+        parts = [part(dtype, r, count, size) for r in range(size)]
+        x, out = (mpizero.empty(count, dtype, comm, device="cuda") for _ in range(2))
+        moved = late.runtime.copies
+        late.fill(x, parts[rank])
+        mpizero.all_reduce(x, comm, order="canonical")
+        assert same(late.seen(x), canonical(parts, "sum"))
+        late.fill(x, parts[rank])
+        late.fill(out, parts[rank] * 0)
+        assert mpizero.all_reduce(x, comm, out=out, op="max") is out
+        assert same(late.seen(out), canonical(parts, "max"))
+        if wire == "loads" and size > 1:
+            assert late.runtime.copies == moved, "symmetric buffers need no copies"
+        low, high = even_offsets(count, size)[rank : rank + 2]
+        mpizero.reduce_scatter(x, comm, out=out[low:high], order="canonical")
+        assert same(late.seen(out[low:high]), canonical(parts, "sum")[low:high])
+        mpizero.all_gather(out[low:high], comm, out=out)
+        assert same(late.seen(out), canonical(parts, "sum"))
+        mpizero.broadcast(x, comm, root=size - 1)
+        assert same(late.seen(x), parts[size - 1])
+
+
+def test_errors_leave_the_job_alive(wired, world):
+    """Host memory on one rank, a device on another; x and out apart; a device without room: errors on all ranks."""
+    comm, late, wire = wired
+    if world.size > 1:
+        x = np.ones(4, np.float32) if world.rank == 0 else late.tensor(torch.ones(4))
+        with pytest.raises(mpizero.CollectiveError, match="on a GPU"):
+            mpizero.all_reduce(x, mpizero.Communicator(world.mpi))
+    with pytest.raises(mpizero.ArgumentTypeError, match="in GPU 0"):
+        mpizero.all_reduce(late.tensor(torch.ones(4)), comm, out=np.ones(4, np.float32))
+    late.runtime.capacity = late.runtime.allocated + (1 << 20 if world.rank else 1)
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr("mpizero.comm.side.WINDOW", 1 << 22)
+    if wire == "loads" and world.size > 1:
+        fresh = mpizero.Communicator(world.mpi)
+        with pytest.raises(mpizero.DeviceMemoryError, match="rank"):
+            mpizero.all_reduce(late.tensor(torch.ones(4)), fresh)
+        late.runtime.capacity = 1 << 30
+        x = late.tensor(torch.ones(4))
+        monkey.undo()
+        mpizero.all_reduce(x, fresh)
+        assert late.seen(x).tolist() == [world.size] * 4
+    monkey.undo()
+
+
+def test_refused_ipc_falls_back(world, monkeypatch, capfd):
+    """Where the system lets no process open another's device memory, data go through the host, and one rank says so."""
+    runtime = HostRuntime(seed=world.rank, ipc=world.rank != 0)
+    comm = mpizero.Communicator(world.mpi)
+    with stand_in(runtime):
+        late = Late(runtime)
+        for turn in range(2):
+            x = late.tensor(torch.full((1000,), 1.0 + turn))
+            mpizero.all_reduce(x, comm)
+            assert late.seen(x).tolist() == [world.size * (1.0 + turn)] * 1000
+        buffer = mpizero.empty(100, torch.float32, comm, device="cuda")
+        late.fill(buffer, torch.ones(100))
+        mpizero.all_reduce(buffer, comm)
+        assert late.seen(buffer).tolist() == [world.size] * 100
+    told = capfd.readouterr().err.count("cannot load each other's GPU memory")
+    assert told == (world.size > 1 and world.rank == 0)
+    comm.close()

@@ -152,7 +152,7 @@ def test_big_endian():
 
 @pytest.mark.parametrize("x", ["text", [1.0], 1.0, None, np.float32(1)])
 def test_what_is_no_array(x):
-    with pytest.raises(ArgumentTypeError, match="x must be a numpy array or a torch CPU tensor"):
+    with pytest.raises(ArgumentTypeError, match="x must be a numpy array, a torch tensor or a CuPy array"):
         kind_of(x)
 
 

@@ -29,3 +29,21 @@ def test_a_time_out_must_be_a_positive_number(monkeypatch, text):
 
     with pytest.raises(ArgumentError, match=f"MPIZERO_TIMEOUT must be a positive number of seconds .got '{text}'."):
         settings()
+
+
+@pytest.mark.parametrize(("text", "aware", "canary"), [("", None, False), ("0", False, False), ("1", True, True)])
+def test_switches_of_messages_of_gpu_memory(monkeypatch, text, aware, canary):
+    monkeypatch.setenv("MPIZERO_CUDA_AWARE", text)
+    monkeypatch.setenv("MPIZERO_CANARY", text)
+    found = settings()
+
+    assert (found.cuda_aware, found.canary) == (aware, canary)
+
+
+@pytest.mark.parametrize("name", ["MPIZERO_CUDA_AWARE", "MPIZERO_CANARY"])
+@pytest.mark.parametrize("text", ["yes", "true", "2", " 1"])
+def test_a_switch_must_be_0_or_1(monkeypatch, name, text):
+    monkeypatch.setenv(name, text)
+
+    with pytest.raises(ArgumentError, match=f"{name} must be 0 or 1 .got '{text}'."):
+        settings()
