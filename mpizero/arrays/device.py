@@ -204,9 +204,19 @@ class Device:
         return DeviceArray(self, address, nbytes, np.uint8, _Allocation(self.runtime.free, address))
 
     def pinned(self, nbytes: int) -> np.ndarray[Any, Any]:
-        """Return uninitialised bytes of page-locked host memory, which copies reach at full speed."""
+        """Return uninitialised bytes of page-locked host memory, which copies reach at full speed.
+
+        Raises:
+            DeviceMemoryError: where the system does not lock so much.
+        """
         self.use()
-        address = self.runtime.hostAlloc(max(nbytes, 1), _PORTABLE)
+        try:
+            address = self.runtime.hostAlloc(max(nbytes, 1), _PORTABLE)
+        except Exception as error:
+            if getattr(error, "status", None) != _OUT_OF_MEMORY:
+                raise
+            text = f"the host must have {nbytes:,} bytes of page-locked memory for GPU {self.number} (got too few)"
+            raise DeviceMemoryError(text) from error
         return np.asarray(_Pinned(self.runtime.freeHost, address, nbytes))
 
     def pin(self, memory: np.ndarray[Any, Any]) -> bool:

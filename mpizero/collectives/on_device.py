@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mpizero.arrays import Borrowed, Device, Event
     from mpizero.collectives.route import Plan, Route
     from mpizero.comm.side import DeviceSide
-    from mpizero.typing import Bytes, Transport, Wait
+    from mpizero.typing import Bytes, Wait
 
 __all__ = ["Fence", "plan_on_device", "ready_side", "wire_of"]
 
@@ -171,7 +171,7 @@ class _DeviceMessages:
         # What is packed has to fit; the parts of an uneven all-to-all go each by itself, whole.
         room = PACKING // (2 * self.schedule.chunks * max(widths))
         self.segment = segment if route.differs else max(1, min(segment, room))
-        self.transport: Transport = route.comm.transport if size == 1 else side.wires
+        self.transport: Any = route.comm.transport if size == 1 else side.wires
         self._packing = side.device_room("packing", IN_FLIGHT * PACKING if size > 1 else 0)
         self._scratch = side.device_room("scratch", SCRATCH + (1 << 20))
 

@@ -85,6 +85,8 @@ class Communicator:
         self._in_background = module.Query_thread() == module.THREAD_MULTIPLE
         self.driven_by_caller = False
         """Whether asynchronous collectives move only in `progress` and `Work.wait`; see `let_caller_drive`."""
+        self.slow_peers: list[int] = []
+        """The ranks beyond slow links, to which messages are cut small."""
         self.notes: dict[Any, Any] = {}
         """What the floors above remember of this communicator."""
         self.hosts: tuple[str, ...] = tuple(self._comm.allgather(socket.gethostname()))
@@ -115,7 +117,8 @@ class Communicator:
         if any(nbytes >= LARGE and nbytes / seconds < SLOW for nbytes, seconds in remote):
             mine = self.nodes[self.rank]
             self._queue.slow = True
-            self.transport.cut_small([peer for peer in range(self.size) if self.nodes[peer] != mine])
+            self.slow_peers = [peer for peer in range(self.size) if self.nodes[peer] != mine]
+            self.transport.cut_small(self.slow_peers)
 
     def _site_notes(self) -> dict[str, Any]:
         """Return what rank 0 knows of the site: the text of a tuning table, and measured links."""

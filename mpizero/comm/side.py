@@ -7,13 +7,15 @@ device without room is an error on every rank and the job can go on.
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpizero.comm.canary import device_messages
 from mpizero.comm.device_heap import device_heap
 from mpizero.comm.messages import STRANDS
 from mpizero.comm.reached import Reached, together
-from mpizero.errors import DeviceError, MpiZeroError
+from mpizero.comm.wires import DeviceTransport, kinds_of_pairs, make_wires
+from mpizero.errors import DeviceError, DeviceMemoryError, MpiZeroError
 from mpizero.settings import settings
 
 if TYPE_CHECKING:
@@ -60,17 +62,39 @@ class DeviceSide:
         self.pids: list[int] = self.mpi.allgather(os.getpid())
         self._rooms: dict[str, Any] = {}
         self._heap: Heap | None = None
-        self._wires: Any = None
+        self._wires: DeviceTransport | None = None
         self._ready: set[str] = set()
 
     @property
     def has_short_wire(self) -> bool:
         """Return whether some pair of ranks has a better wire for device memory than the host."""
-        return self.aware or (self.windows is not None and self.comm.size > 1)
+        return self.aware or self.may_open
 
     @property
-    def wires(self) -> Any:
-        """Return the transport of device memory; the first use is collective."""
+    def may_open(self) -> bool:
+        """Return whether some ranks are on one host and their device memory can be opened, as far as is known."""
+        comm = self.comm
+        if self.forced in {"messages", "staged"} or len(set(comm.nodes)) == comm.size:
+            return False
+        return self.windows is not None if comm.board is not None else settings().loads
+
+    @property
+    def wires(self) -> DeviceTransport:
+        """Return the transport of device memory; the first use is collective.
+
+        Raises:
+            DeviceMemoryError: on all ranks, where one has no room for its slots.
+        """
+        if self._wires is None:
+            kinds = partial(kinds_of_pairs, self.comm.nodes, self.comm.rank, aware=self.aware)
+            try:
+                self._wires = make_wires(self.comm, self.device, kinds(ipc=self.may_open))
+            except DeviceMemoryError:
+                raise
+            except DeviceError as error:
+                self._say_refused(str(error))
+                self._wires = make_wires(self.comm, self.device, kinds(ipc=False))
+            self._wires.cut_small(self.comm.slow_peers)
         return self._wires
 
     def has_made(self, wire: str) -> bool:
@@ -93,6 +117,8 @@ class DeviceSide:
 
         Memory that a peer has opened must not be freed before the peer has closed it, so all close, meet, and free.
         """
+        if self._wires is not None:
+            self._wires.close()
         mine = None if self.windows is None else self.windows[self.comm.rank]
         self.windows = None
         if self._heap is not None:
@@ -157,12 +183,15 @@ class DeviceSide:
         refusals = [text for text in self.mpi.allgather(refusal) if text]
         if not refusals:
             return windows
+        self._say_refused(refusals[0])
+        return None
+
+    def _say_refused(self, refusal: str) -> None:
         if self.comm.rank == 0:
             text = (
                 f"mpizero: ranks of {self.comm.hosts[0]} cannot load each other's GPU memory, which goes through the "
             )
-            os.write(2, f"{text}host instead, slower: {refusals[0]}\n".encode())
-        return None
+            os.write(2, f"{text}host instead, slower: {refusal}\n".encode())
 
     def _opened(self, rank: int, handle: bytes, mine: DeviceArray) -> DeviceArray:
         return mine if rank == self.comm.rank else self.device.open(handle, mine.nbytes)

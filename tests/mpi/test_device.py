@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 import mpizero
-from mpizero.collectives import even_offsets
+from mpizero.collectives import algorithms_of, even_offsets
 from mpizero.testing.host_runtime import IMMEDIATE, HostRuntime, stand_in
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.mpi
 
-WIRES = ("loads", "staged")
+WIRES = {"loads": "loads", "staged": "staged", "slots": "messages", "direct": "messages"}
+"""What MPIZERO_DEVICE_WIRE says: messages go through slots in host memory, or take device pointers."""
 COUNTS = (1, 2, 7, 64, 1000, 40_001)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.uint8)
 
@@ -46,15 +47,19 @@ class Late:
 @pytest.fixture(params=WIRES)
 def wired(request, world, monkeypatch):
     """A communicator of its own whose device memory takes one wire, the runtime, and a late caller."""
-    monkeypatch.setenv("MPIZERO_DEVICE_WIRE", request.param)
+    monkeypatch.setenv("MPIZERO_DEVICE_WIRE", WIRES[request.param])
+    monkeypatch.setenv("MPIZERO_CUDA_AWARE", str(int(request.param == "direct")))
     monkeypatch.setattr("mpizero.comm.side.WINDOW", 1 << 16)
     monkeypatch.setattr("mpizero.collectives.device_loads.WINDOW", 1 << 16)
     monkeypatch.setattr("mpizero.collectives.device_loads.ONE_SHOT", 1 << 12)
     monkeypatch.setattr("mpizero.collectives.staged.SLOT", 1 << 14)
     comm = mpizero.Communicator(world.mpi)
     runtime = HostRuntime(seed=world.rank)
-    with stand_in(runtime):
+    with stand_in(runtime) as device:
         yield comm, Late(runtime), request.param
+        if world.size > 1 and request.param in {"slots", "direct"}:
+            kind = {"slots": "staged"}.get(request.param, request.param)
+            assert set(comm.side(device).wires.kinds) == {kind}
     comm.close()
 
 
@@ -239,4 +244,23 @@ def test_refused_ipc_falls_back(world, monkeypatch, capfd):
         assert late.seen(buffer).tolist() == [world.size] * 100
     told = capfd.readouterr().err.count("cannot load each other's GPU memory")
     assert told == (world.size > 1 and world.rank == 0)
+    comm.close()
+
+
+def test_every_algorithm_over_loads(world):
+    """Any schedule runs on device memory: between ranks of one host by slots that the peers have opened."""
+    comm = mpizero.Communicator(world.mpi)
+    runtime = HostRuntime(seed=world.rank)
+    with stand_in(runtime) as device:
+        late = Late(runtime)
+        for count, dtype in itertools.product((1, 1000, 70_001), (torch.float32, torch.bfloat16)):
+            parts = [part(dtype, rank, count, world.size).round() for rank in range(world.size)]
+            for name in ("native", *(entry.name for entry in algorithms_of("all_reduce"))):
+                if name == "native" and dtype == torch.bfloat16:
+                    continue
+                x = late.tensor(parts[world.rank])
+                mpizero.all_reduce(x, comm, algorithm=name)
+                assert same(late.seen(x), canonical(parts, "sum")), f"{name} {count} {dtype}"
+        if world.size > 1:
+            assert set(comm.side(device).wires.kinds) == {"peer"}
     comm.close()
