@@ -113,6 +113,10 @@ class CommunicatorLike(Protocol):
         """Return the memory that all ranks share, or None where they are on several hosts or cannot share any."""
         ...
 
+    def side(self, device: Any) -> Any:
+        """Return what is kept on a device."""
+        ...
+
     @property
     def channel_number(self) -> int:
         """Return the number of the channel in use, from 1; 0 outside any."""

@@ -1,12 +1,7 @@
 """What memory is: views of numpy, torch and CuPy arrays, and the local arithmetic on them. Knows no ranks, no MPI."""
 
-from mpizero.arrays.device import Device, DeviceArray, Event, Stream, address_of
-from mpizero.arrays.dtypes import DTYPES, DType, dtype_named
-from mpizero.arrays.gpus import device_of, gpus, parse_device
-from mpizero.arrays.kernels import UFUNCS, Quiet, can_add_halves, combine, copy, halves_adder
-from mpizero.arrays.view import (
+from mpizero.arrays.borrow import (
     Borrowed,
-    View,
     borrow,
     check_no_partial_overlap,
     flat_memory,
@@ -15,8 +10,13 @@ from mpizero.arrays.view import (
     kind_of,
     new_like,
     parse_dtype,
-    scratch_view,
 )
+from mpizero.arrays.device import Device, Event, Stream
+from mpizero.arrays.device_array import DeviceArray, address_of
+from mpizero.arrays.dtypes import DTYPES, DType, dtype_named
+from mpizero.arrays.gpus import device_of, gpus, parse_device
+from mpizero.arrays.kernels import UFUNCS, Quiet, can_add_halves, combine, copy, halves_adder
+from mpizero.arrays.view import View, scratch_view
 
 __all__ = [
     "DTYPES",

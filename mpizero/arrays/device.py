@@ -22,18 +22,20 @@ from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpizero.arrays.device_array import DeviceArray, address_of
 from mpizero.errors import DeviceError, DeviceMemoryError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from mpizero.arrays.runtime import Kernels, Runtime
 
-__all__ = ["Device", "DeviceArray", "Event", "Stream", "address_of"]
+__all__ = ["Device", "Event", "Stream"]
 
 _ANY_DIRECTION = 4
 """cudaMemcpyDefault: the runtime sees from the addresses which way a copy goes."""
@@ -96,53 +98,6 @@ class Stream:
         self._runtime.streamWaitEvent(self.handle, event.handle)
 
 
-class DeviceArray:
-    """Name a contiguous run of elements in device memory, and keep it alive. What numpy's flat arrays are on a host."""
-
-    __slots__ = ("address", "device", "dtype", "owner", "size")
-
-    def __init__(self, device: Device, address: int, size: int, dtype: Any, owner: Any) -> None:
-        """Name memory.
-
-        Args:
-            device: whose.
-            address: of the first byte.
-            size: elements.
-            dtype: the numpy dtype of one element's bytes.
-            owner: what keeps the memory alive.
-        """
-        self.device, self.address, self.size, self.owner = device, address, size, owner
-        self.dtype = np.dtype(dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes."""
-        return int(self.size * self.dtype.itemsize)
-
-    def __len__(self) -> int:
-        """Return the number of elements."""
-        return self.size
-
-    def __getitem__(self, part: slice) -> DeviceArray:
-        """Return the elements of a slice without a step, sharing memory."""
-        start, stop, step = part.indices(self.size)
-        if step != 1:
-            raise IndexError("a slice of device memory must have no step")
-        address = self.address + start * self.dtype.itemsize
-        return DeviceArray(self.device, address, max(0, stop - start), self.dtype, self.owner)
-
-    def view(self, dtype: Any) -> DeviceArray:
-        """Return the same bytes as elements of another numpy dtype."""
-        dtype = np.dtype(dtype)
-        return DeviceArray(self.device, self.address, self.nbytes // dtype.itemsize, dtype, self.owner)
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Describe the memory to CuPy, torch and mpi4py."""
-        data = (self.address if self.size else 0, False)
-        return {"shape": (self.size,), "typestr": self.dtype.str, "data": data, "version": 3, "stream": None}
-
-
 class _Allocation:
     """Own device memory; freed when the last array of it is dropped."""
 
@@ -177,15 +132,22 @@ class Device:
         """
         self.runtime, self.kernels, self.number = runtime, kernels, number
         self._users = users
-        self._thread = threading.local()
         self._kept: list[tuple[Event, Any]] = []
         self._lock = threading.Lock()
 
     def use(self) -> None:
-        """Make it this thread's current device."""
-        if not getattr(self._thread, "used", False):
-            self.runtime.setDevice(self.number)
-            self._thread.used = True
+        """Make it this thread's current device, for a thread that is the library's own."""
+        self.runtime.setDevice(self.number)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make it the caller's current device inside the `with` block, and then the one before."""
+        before = self.runtime.getDevice()
+        self.runtime.setDevice(self.number)
+        try:
+            yield
+        finally:
+            self.runtime.setDevice(before)
 
     def allocate(self, nbytes: int) -> DeviceArray:
         """Return uninitialised bytes of plain `cudaMalloc`, which other processes can be given (see `share`).
@@ -288,11 +250,3 @@ class Device:
     def __repr__(self) -> str:
         """Return its number."""
         return f"GPU {self.number}"
-
-
-def address_of(array: Any) -> int:
-    """Return the address of the first element of a flat array, of host or device memory; 0 where it is empty."""
-    if isinstance(array, DeviceArray):
-        return array.address if array.size else 0
-    address: int = array.__array_interface__["data"][0]
-    return address if array.size else 0

@@ -22,6 +22,10 @@ class Runtime(Protocol):
         """Make a device the calling thread's current one."""
         ...
 
+    def getDevice(self) -> int:  # noqa: N802
+        """Return the number of the calling thread's current device."""
+        ...
+
     def malloc(self, size: int) -> int:
         """Return the address of `size` bytes of device memory."""
         ...

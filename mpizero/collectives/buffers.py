@@ -40,6 +40,10 @@ class Layout(Protocol):
         """Return the element of the rank's output at which a chunk begins."""
         ...
 
+    def key(self) -> tuple[object, ...]:
+        """Return a hashable value that equal layouts share."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -68,6 +72,10 @@ class Line:
     def output_at(self, chunk: int) -> int:
         """Return the element of the output at which a chunk begins."""
         return self.offsets[chunk] - self.output_start
+
+    def key(self) -> tuple[object, ...]:
+        """Return a hashable value that equal layouts share."""
+        return (*self.offsets, self.input_start, self.output_start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +112,10 @@ class Square:
     def output_at(self, chunk: int) -> int:
         """Return the element of the output at which a chunk begins."""
         return self.arriving[chunk // self.size]
+
+    def key(self) -> tuple[object, ...]:
+        """Return a hashable value that equal layouts share."""
+        return (*self.leaving, *self.arriving, self.alike)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,8 @@ from mpizero.arrays import (
 )
 from mpizero.collectives.agree import OPS
 from mpizero.collectives.buffers import Layout, Line, Square
-from mpizero.collectives.on_device import Fence, ready_side
+from mpizero.collectives.on_device import Fence, plan_for, ready_side, wire_of
+from mpizero.collectives.on_host import plan_on_host
 from mpizero.collectives.registry import OPERATIONS
 from mpizero.collectives.route import Plan, Route
 from mpizero.comm import world
@@ -155,12 +156,11 @@ class Call:
         """Choose the algorithm and run it; return `result`, or a `Work` that gives it."""
         name = self.operation.name
         route = self.route()
-        chosen = route.choose(algorithm)
-        if algorithm == "auto" and route.device is not None and route.is_staged(chosen):
-            chosen = algorithm
-        plan = route.plan(chosen) if route.total or route.uneven else None
         if route.device is not None:
-            return self.start_on_device(plan, route, result=result, async_op=async_op)
+            with route.device.current():
+                return self._start_on_device(route, algorithm, result=result, async_op=async_op)
+        chosen = route.choose(algorithm)
+        plan = plan_on_host(route, chosen) if route.total or route.uneven else None
         if async_op:
             return self.comm.submit(name, self._steps(plan), result)
         if plan is not None:
@@ -169,7 +169,15 @@ class Call:
             self.out.give_back()
         return result
 
-    def start_on_device(self, plan: Plan | None, route: Route, *, result: Any, async_op: bool) -> Any:
+    def _start_on_device(self, route: Route, algorithm: str, *, result: Any, async_op: bool) -> Any:
+        side = ready_side(route)
+        chosen = route.choose(algorithm)
+        if algorithm == "auto" and wire_of(route, side, chosen) == "staged":
+            chosen = algorithm
+        plan = plan_for(route, chosen) if route.total or route.uneven else None
+        return self.run_on_device(plan, route, result=result, async_op=async_op)
+
+    def run_on_device(self, plan: Plan | None, route: Route, *, result: Any, async_op: bool) -> Any:
         """Run a plan on device memory, in order with the caller's streams; see [Note: streams and MPI]."""
         assert route.device is not None  # noqa: S101
         name = self.operation.name

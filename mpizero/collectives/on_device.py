@@ -18,6 +18,7 @@ from mpizero.collectives.buffers import Buffers, Line
 from mpizero.collectives.device_loads import DeviceLoads
 from mpizero.collectives.execute import IN_FLIGHT, SCRATCH, execute
 from mpizero.collectives.machine import DeviceMachine
+from mpizero.collectives.on_host import plan_on_host
 from mpizero.collectives.registry import LOADS, NATIVE, build
 from mpizero.collectives.schedule import Schedule, even_offsets
 from mpizero.collectives.select import pieces_of, segment_of
@@ -33,10 +34,12 @@ if TYPE_CHECKING:
     from mpizero.comm.side import DeviceSide
     from mpizero.typing import Bytes, Wait
 
-__all__ = ["Fence", "plan_on_device", "ready_side", "wire_of"]
+__all__ = ["Fence", "plan_for", "ready_side", "wire_of"]
 
 PACKING = 8 << 20
 """Bytes, per strand, of the packed messages of a round."""
+MOST = 1024
+"""Plans that are remembered per device of a communicator."""
 SET_UP = 9_998
 """The channel of the messages by which ranks meet before device memory is made."""
 
@@ -48,22 +51,25 @@ class Fence:
         """Mark what the caller's streams have been given so far."""
         self.device = device
         self.arrays = [array for array in arrays if array is not None]
-        device.use()
         self.before: list[Event] = [stream.record() for stream in device.users_streams()]
         self._after: Event | None = None
 
     def around(self, side: DeviceSide, steps: Iterator[Wait]) -> Iterator[Wait]:
-        """Give a collective's steps, behind what came before it."""
+        """Give a collective's steps, behind what came before it; each is run with the device current."""
+        self.device.use()
         side.begin(self.before)
-        yield from steps
+        for wait in steps:
+            yield wait
+            self.device.use()  # other communicators' steps run in between
         self._after = side.end()
         self.device.keep(self._after, *self.arrays)
 
     def join(self) -> None:
         """Put the caller's streams behind the collective, and packed results back."""
         if self._after is not None:
-            for stream in self.device.users_streams():
-                stream.wait(self._after)
+            with self.device.current():  # number 0 means a stream of the current device
+                for stream in self.device.users_streams():
+                    stream.wait(self._after)
         for array in self.arrays:
             array.give_back()
 
@@ -85,6 +91,17 @@ def ready_side(route: Route) -> DeviceSide:
     return side
 
 
+def plan_for(route: Route, name: str, pieces: int = 0) -> Plan:
+    """Return the plan for an algorithm, on the memory on which the route's arrays lie.
+
+    Args:
+        route: the call, but for its arrays.
+        name: one that `choose` gave.
+        pieces: in how many a pipelined algorithm works; 0 leaves it to `select`.
+    """
+    return plan_on_host(route, name, pieces) if route.device is None else plan_on_device(route, name, pieces)
+
+
 def wire_of(route: Route, side: DeviceSide, name: str) -> str:
     """Return `loads`, `messages` or `staged` for an algorithm; equal on all ranks."""
     if name == NATIVE or (side.forced == "staged" and route.comm.size > 1):
@@ -103,6 +120,16 @@ def plan_on_device(route: Route, name: str, pieces: int) -> Plan:
         pieces: in how many a pipelined algorithm works; 0 leaves it to `select`.
     """
     side = ready_side(route)
+    key = (*route.key(), name, pieces)
+    plan: Plan | None = side.plans.get(key)
+    if plan is None:
+        plan = _planned(route, side, name, pieces)
+        if len(side.plans) < MOST:
+            side.plans[key] = plan
+    return plan
+
+
+def _planned(route: Route, side: DeviceSide, name: str, pieces: int) -> Plan:
     wire = "staged" if name == "auto" else wire_of(route, side, name)
     if wire == "loads":
         return DeviceLoads(side, route.meeting(), route.layout, route.arithmetic())

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpizero.collectives import verbs
 from mpizero.collectives.bind import BINDERS
+from mpizero.collectives.on_device import plan_for, ready_side
 from mpizero.errors import ArgumentTypeError, must_be
 
 if TYPE_CHECKING:
@@ -33,11 +34,13 @@ class Prepared:
             rule = "contiguous in C order for a prepared collective, which works on the memory itself"
             raise ArgumentTypeError(must_be("x", rule, "a strided array", "prepare a contiguous copy"))
         route = call.route()
+        if route.device is not None:
+            ready_side(route)
         self.algorithm = route.choose(algorithm)
         """The algorithm that was chosen."""
         self._name, self._result = call.operation.name, result
         self._comm: Any = call.comm
-        self._plan = route.plan(self.algorithm, pieces) if route.total or route.uneven else None
+        self._plan = plan_for(route, self.algorithm, pieces) if route.total or route.uneven else None
         self._source, self._output = call.views()
         self._run = None
         if self._plan is not None and route.device is None:
@@ -47,8 +50,9 @@ class Prepared:
     def __call__(self) -> Any:
         """Run the collective on the buffers as they are now, and return its result."""
         comm, run = self._comm, self._run
-        if self._plan is not None and run is None:
-            return self._call.start_on_device(self._plan, self._route, result=self._result, async_op=False)
+        if self._plan is not None and self._route.device is not None:
+            with self._route.device.current():
+                return self._call.run_on_device(self._plan, self._route, result=self._result, async_op=False)
         if run is None or self._plan is None:
             return self._result
         if comm.under_way:

@@ -12,6 +12,7 @@ import numpy as np
 
 from mpizero.arrays import flat_memory
 from mpizero.collectives.bind import BINDERS
+from mpizero.collectives.on_host import plan_on_host
 from mpizero.collectives.registry import LOADS
 from mpizero.comm import world
 
@@ -91,4 +92,4 @@ def _decide(operation: str, arrays: tuple[Any, Any], comm: Any, words: tuple[Any
     route = call.route()
     if not route.total or route.choose(algorithm) != LOADS:
         return False
-    return route.plan(LOADS)
+    return plan_on_host(route, LOADS)

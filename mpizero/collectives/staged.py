@@ -18,6 +18,7 @@ import numpy as np
 
 from mpizero.arrays import View
 from mpizero.collectives.buffers import Line, Square
+from mpizero.collectives.on_host import plan_on_host
 from mpizero.collectives.schedule import even_offsets
 from mpizero.comm.waiting import drive
 from mpizero.errors import ArgumentError
@@ -102,7 +103,7 @@ class Staged:
             total=1,
             uneven=(),
         )
-        yield from route.plan(route.choose("auto")).steps(word, word)
+        yield from plan_on_host(route, route.choose("auto")).steps(word, word)
         return int(word.data[0])
 
     def _int64(self) -> Any:
@@ -207,7 +208,7 @@ class Staged:
                 name = route.choose(self.name)
             except ArgumentError:  # the algorithm that was asked for takes even pieces alone
                 name = route.choose("auto")
-            self._plans[key] = route.plan(name)
+            self._plans[key] = plan_on_host(route, name)
         return self._plans[key]
 
 

@@ -46,7 +46,9 @@ def empty(shape: int | tuple[int, ...], dtype: Any = "float32", comm: Any = None
     nbytes = math.prod(extents) * kind.itemsize
     comm.notes.pop("plans", None)  # they may hold memory of buffers that are gone
     if device is not None:
-        return from_device_memory(_on_device(nbytes, comm, parse_device(device)), extents, kind, library)
+        place = parse_device(device)
+        with place.current():
+            return from_device_memory(_on_device(nbytes, comm, place), extents, kind, library)
     heap = getattr(comm, "heap", None)
     memory = None if heap is None else heap.allocate(nbytes)
     if memory is None and heap is not None and comm.node.rank == 0:

@@ -23,14 +23,13 @@ import signal
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import mpizero
-from mpizero.comm.describe import describe, takes_device_memory
+from mpizero.comm.describe import Verdict, describe, takes_device_memory
 from mpizero.comm.launch import JOB_VARIABLES, command, environment, find_launcher
 from mpizero.comm.raw import mpi
 from mpizero.errors import ArgumentError, MpiNotFoundError, must_be
@@ -38,8 +37,6 @@ from mpizero.settings import settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from mpizero.comm.communicator import Communicator
 
 __all__ = ["SIZES", "Verdict", "device_messages", "main", "run_canary", "verdict_of_all"]
 
@@ -54,15 +51,6 @@ BATCH_VARIABLES = re.compile(r"SLURM_|SRUN_|PBS_|LSB_|JSM_|PALS_|FLUX_|COBALT_|P
 GRACE = 5.0
 """Seconds that a launcher has to end its ranks."""
 EXIT_FAILED = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """Say whether messages of device memory work here, and why it is thought so."""
-
-    passed: bool
-    why: str
-    """One clause, for an error or a table."""
 
 
 def run_canary(
@@ -100,9 +88,7 @@ def run_canary(
     return _try(child, _clean(), timeout)[0]
 
 
-def verdict_of_all(
-    comm: Communicator, run: Callable[[], Verdict] = run_canary, *, wanted: bool | None = None
-) -> Verdict | None:
+def verdict_of_all(comm: Any, run: Callable[[], Verdict] = run_canary, *, wanted: bool | None = None) -> Verdict | None:
     """Run the canary once on each host and return the same verdict on all ranks: passed where all hosts' have.
 
     Collective over `comm`. Costs what `run_canary` does, at the same time on all hosts, and two small messages.
@@ -129,7 +115,7 @@ def verdict_of_all(
     return Verdict(passed=False, why=f"{verdict.why}, on {host}" if len(found) > 1 else verdict.why)
 
 
-def device_messages(comm: Communicator, run: Callable[[], Verdict] = run_canary) -> tuple[bool, str]:
+def device_messages(comm: Any, run: Callable[[], Verdict] = run_canary) -> tuple[bool, str]:
     """Return whether messages between these ranks may be given device pointers, and why; the same on all ranks.
 
     Collective over `comm`: the canary where it is wanted, the ladder of `comm/describe.py` on each rank, and a no where

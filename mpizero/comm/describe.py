@@ -32,11 +32,10 @@ from mpizero.settings import settings
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from mpizero.comm.canary import Verdict
-
 __all__ = [
     "Awareness",
     "MpiFacts",
+    "Verdict",
     "describe",
     "gpu_awareness",
     "launcher_rank",
@@ -100,6 +99,15 @@ class MpiFacts:
 
     ucx: str = ""
     """Where the UCX lies that this process has loaded, "" where it has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Say whether messages of device memory work here, and why it is thought so."""
+
+    passed: bool
+    why: str
+    """One clause, for an error or a table."""
 
 
 class Awareness(NamedTuple):

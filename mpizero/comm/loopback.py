@@ -13,7 +13,7 @@ from mpizero.comm.progress import Work
 from mpizero.comm.stats import Stats
 from mpizero.comm.voice import Voice
 from mpizero.comm.waiting import drive
-from mpizero.errors import CollectiveError, CollectiveTimeoutError
+from mpizero.errors import ArgumentError, CollectiveError, CollectiveTimeoutError, must_be
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -159,6 +159,10 @@ class LoopbackCommunicator:
         self.notes: dict[Any, Any] = {}
         self.stats = self.transport.stats
         self._scratch = np.empty(0, np.uint8)
+
+    def side(self, device: Any) -> Any:
+        """Refuse: threads of one process have one device, and no need to meet on it."""
+        raise ArgumentError(must_be("comm", "an mpizero.Communicator for arrays in GPU memory", f"one for {device}"))
 
     def scratch(self, nbytes: int) -> Bytes:
         """Return at least `nbytes` bytes that are kept from call to call."""

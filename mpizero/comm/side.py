@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpizero.comm.canary import device_messages
 from mpizero.comm.device_heap import device_heap
+from mpizero.comm.gpus import allocator, memory_warnings
 from mpizero.comm.messages import STRANDS
 from mpizero.comm.reached import Reached, together
 from mpizero.comm.wires import DeviceTransport, kinds_of_pairs, make_wires
@@ -64,6 +65,11 @@ class DeviceSide:
         self._heap: Heap | None = None
         self._wires: DeviceTransport | None = None
         self._ready: set[str] = set()
+        self.plans: dict[Any, Any] = {}
+        """What the floor above remembers of collectives on this device."""
+        if self.aware and comm.rank == 0:
+            for text, remedy in memory_warnings(pool=allocator()):
+                os.write(2, f"mpizero: {text}: {remedy}\n".encode())
 
     @property
     def has_short_wire(self) -> bool:
@@ -128,7 +134,6 @@ class DeviceSide:
 
     def begin(self, events: Sequence[Event]) -> None:
         """Have all streams wait for the caller's work."""
-        self.device.use()
         for stream in (self.stream, self.out_stream, *self.strands):
             for event in events:
                 stream.wait(event)

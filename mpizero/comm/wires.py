@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from mpizero.arrays import Device, DeviceArray
-    from mpizero.comm.communicator import Communicator
     from mpizero.comm.health import Health
     from mpizero.comm.stats import Stats
     from mpizero.comm.ways import Way
@@ -49,7 +48,7 @@ DEVICE_CHANNELS = 2700
 class DeviceTransport:
     """Send and receive device memory; used by one thread at a time. Made by `make_wires`."""
 
-    def __init__(self, comm: Communicator, device: Device, mpi_comm: Any) -> None:
+    def __init__(self, comm: Any, device: Device, mpi_comm: Any) -> None:
         """Prepare a transport that reaches nobody yet.
 
         Args:
@@ -205,7 +204,7 @@ class _Transfers:
 
     def overdue(self, seconds: float) -> bool:
         """Return whether `seconds` is more than the time-out."""
-        return seconds > self.transport.timeout
+        return bool(seconds > self.transport.timeout)
 
     def settle(self, seconds: float, *, finished: bool) -> None:
         """Count the wait, and give its transfers up if it was given up."""
@@ -259,7 +258,7 @@ def agreed(table: Sequence[Sequence[str]], rank: int) -> list[str]:
 
 
 def make_wires(
-    comm: Communicator,
+    comm: Any,
     device: Device,
     kinds: Sequence[str],
     *,

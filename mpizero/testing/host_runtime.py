@@ -101,6 +101,10 @@ class HostRuntime:
         if number:
             raise HostRuntimeError(101, "cudaErrorInvalidDevice: invalid device ordinal")
 
+    def getDevice(self) -> int:  # noqa: N802
+        """Return the number of the only device there is."""
+        return 0
+
     def malloc(self, size: int) -> int:
         """Return memory full of poison."""
         with self._lock:
