@@ -44,6 +44,12 @@ class Late:
         return result
 
 
+@pytest.fixture(autouse=True)
+def _few(world):
+    if world.size > 4:
+        pytest.skip("the streams of up to 4 ranks show what there is to see, and cost the processor enough")
+
+
 @pytest.fixture(params=WIRES)
 def wired(request, world, monkeypatch):
     """A communicator of its own whose device memory takes one wire, the runtime, and a late caller."""
