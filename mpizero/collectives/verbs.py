@@ -1,13 +1,14 @@
 """The collectives that users call.
 
 All have one form: `verb(x, comm=None, *, op=..., out=None, algorithm="auto", order="any", async_op=False)`. `x` is a
-numpy array or a torch CPU tensor of any shape and strides; the result is of the same library and dtype, has the same
-bits on every rank that gets it, and lies in `x` itself or in `out`. Sizes need not divide by the number of ranks: chunk
-i of n elements is [i*n//p, (i+1)*n//p), unless `counts` gives the chunks' lengths. Every rank must make the same call
-with the same shape and dtype, in the same order.
+numpy array, a torch tensor or a CuPy array of any shape and strides, on the host or on a GPU alike on all ranks; the
+result is of the same library and dtype, has the same bits on every rank that gets it, and lies in `x` itself or in
+`out`. Sizes need not divide by the number of ranks: chunk i of n elements is [i*n//p, (i+1)*n//p), unless `counts`
+gives the chunks' lengths. Every rank must make the same call with the same shape and dtype, in the same order.
 
 With `async_op=True` a verb returns a `Work` at once; its `wait()` gives the result, its `done()` says whether it is
-there. The buffers belong to it until then. Calls on one communicator run in the order in which they were made.
+there. The buffers belong to it until then. Calls on one communicator run in the order in which they were made. On a GPU
+a call takes its place in the caller's current streams: see docs/gpu.md.
 
 Algorithms: `auto` chooses; `loads` reads and writes the peers' memory (ranks of one host); `native` is the MPI
 library's own; the others are schedules over messages, which docs/algorithms.md compares.

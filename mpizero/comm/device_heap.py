@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceSegment", "device_heap", "device_mappings"]
 
+GRANULE = 2 << 20
+"""A handle opens whole pages of the device, of 2 MiB: smaller allocations would share theirs with strangers."""
+
 
 class DeviceSegment:
     """Be memory of equally many bytes on every rank's device, which all ranks can load and store."""
@@ -100,6 +103,7 @@ def _share(mpi_comm: Any, device: Device, nbytes: int) -> DeviceSegment | None:
     Raises:
         DeviceMemoryError: on all ranks, where a device has no room.
     """
+    nbytes = -(-nbytes // GRANULE) * GRANULE
     mine = together(mpi_comm, lambda: device.allocate(nbytes))
     try:
         handle = device.share(mine)

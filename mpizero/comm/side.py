@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 from mpizero.comm.canary import device_messages
 from mpizero.comm.device_heap import device_heap
 from mpizero.comm.gpus import allocator, memory_warnings
+from mpizero.comm.heap import mappings
 from mpizero.comm.messages import STRANDS
 from mpizero.comm.reached import Reached, together
+from mpizero.comm.segment import share
 from mpizero.comm.wires import DeviceTransport, kinds_of_pairs, make_wires
 from mpizero.errors import DeviceError, DeviceMemoryError, MpiZeroError
 from mpizero.settings import settings
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from mpizero.arrays import Device, DeviceArray, Event, Stream
     from mpizero.comm.heap import Heap
+    from mpizero.comm.segment import Segment
     from mpizero.typing import Bytes
 
 __all__ = ["MOST_LOADED", "WINDOW", "DeviceSide"]
@@ -65,6 +68,7 @@ class DeviceSide:
         self._heap: Heap | None = None
         self._wires: DeviceTransport | None = None
         self._ready: set[str] = set()
+        self._shared: list[Segment] = []
         self.plans: dict[Any, Any] = {}
         """What the floor above remembers of collectives on this device."""
         if self.aware and comm.rank == 0:
@@ -125,6 +129,8 @@ class DeviceSide:
         """
         if self._wires is not None:
             self._wires.close()
+        for segment in self._shared:
+            mappings().drop(segment)
         mine = None if self.windows is None else self.windows[self.comm.rank]
         self.windows = None
         if self._heap is not None:
@@ -162,15 +168,27 @@ class DeviceSide:
     def pinned_room(self, name: str, nbytes: int) -> Bytes:
         """Return page-locked host memory that is kept under a name; the first call is collective.
 
-        Where all ranks are on one host, they have all mapped it.
+        Where all ranks are on one host, they have all mapped it. `nbytes` is a multiple of a page.
         """
         if name not in self._rooms:
-            shared = self.comm.heap.allocate(nbytes) if self.comm.board is not None else None
-            if shared is not None:
-                self.device.pin(shared)
-            self._rooms[name] = together(self.mpi, lambda: self.device.pinned(nbytes)) if shared is None else shared
+            shared = share(self.mpi, nbytes) if self.comm.board is not None else None
+            if shared is None:
+                self._rooms[name] = together(self.mpi, lambda: self.device.pinned(nbytes))
+            else:
+                mappings().add(shared)
+                self._shared.append(shared)
+                self._rooms[name] = self._pinned(shared)
         room: Bytes = self._rooms[name]
         return room
+
+    def _pinned(self, shared: Segment) -> Bytes:
+        """Return this rank's share of a segment, page-locked where the system does so."""
+        start = self.comm.rank * shared.share
+        mine = shared.bytes[start : start + shared.share]
+        if not self.device.pin(mine) and self.comm.rank == 0:
+            text = "the system locks no pages of shared memory (ulimit -l?), and copies between GPU and host are slower"
+            os.write(2, f"mpizero: {text}\n".encode())
+        return mine
 
     def _open_windows(self) -> list[DeviceArray] | None:
         mine = together(self.mpi, lambda: self.device.allocate(2 * WINDOW))

@@ -250,6 +250,42 @@ def test_four_ranks_on_two_hosts(hosts, run):
     assert min(crossed(hosts, 0) - before[0], crossed(hosts, 1) - before[1]) > 2**20
 
 
+ON_DEVICES = """
+import torch
+import mpizero
+from mpizero.collectives import algorithms_of
+from mpizero.testing.host_runtime import HostRuntime, stand_in
+comm = mpizero.world()
+runtime = HostRuntime(seed=comm.rank)
+stream = runtime.streamCreateWithFlags(1)
+runtime.users = [stream]
+def seen(x):
+    result, event = torch.empty_like(x), runtime.eventCreateWithFlags(0)
+    runtime.enqueue(stream, lambda: result.copy_(x))
+    runtime.eventRecord(event, stream)
+    runtime.eventSynchronize(event)
+    return result
+with stand_in(runtime) as device:
+    for count in (1, 7, 70_001):
+        parts = [torch.arange(count) % 7 + rank for rank in range(comm.size)]
+        for name in ("auto", "native", *(entry.name for entry in algorithms_of("all_reduce"))):
+            x = torch.full((count,), 77.0)
+            runtime.enqueue(stream, lambda: x.copy_(parts[comm.rank]))
+            mpizero.all_reduce(x, algorithm=name)
+            assert torch.equal(seen(x), sum(parts).float()), (name, count)
+    if comm.rank == 0:
+        print(*comm.side(device).wires.kinds, flush=True)
+"""
+
+
+def test_device_memory_on_two_hosts(hosts, run):
+    """Loads between the ranks of a host, slots in host memory between hosts, sums on the device, in one schedule."""
+    pytest.importorskip("torch")
+    code, lines, errors = run(ON_DEVICES, "-n", "4", "--per-host", "2")
+    assert code == 0, errors
+    assert lines == ["peer peer staged staged"]
+
+
 def test_k15_uneven_hosts_round_robin(hosts, run):
     """K15: 3, 2 and 1 ranks, placed in turn: every algorithm has the right sums."""
     code, lines, errors = run(ALL_REDUCE, "-n", "6", "--per-host", "3,2,1", "--map", "round-robin")
