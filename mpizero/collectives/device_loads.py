@@ -160,7 +160,7 @@ class DeviceLoads:
         key, place = self.board.words[at : at + 2]
         width = self.dtype.itemsize
         first = place + start * width
-        memory = device_mappings().bytes_of(key, self.side.pids[peer])[first : first + length * width]
+        memory = device_mappings().segment(key).memory[self.side.pids[peer]][first : first + length * width]
         return View(memory.view(self.dtype.storage), self.dtype)
 
     def _by_windows(self, source: View, output: View, longest: int) -> Iterator[Wait]:

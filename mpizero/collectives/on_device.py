@@ -18,10 +18,8 @@ from mpizero.collectives.buffers import Buffers, Line
 from mpizero.collectives.device_loads import DeviceLoads
 from mpizero.collectives.execute import IN_FLIGHT, SCRATCH, execute
 from mpizero.collectives.machine import DeviceMachine
-from mpizero.collectives.on_host import plan_on_host
+from mpizero.collectives.on_host import Scheduled, plan_on_host
 from mpizero.collectives.registry import LOADS, NATIVE, build
-from mpizero.collectives.schedule import Schedule, even_offsets
-from mpizero.collectives.select import pieces_of, segment_of
 from mpizero.collectives.staged import Staged
 from mpizero.comm.waiting import drive
 from mpizero.errors import ArgumentError, must_be
@@ -179,25 +177,11 @@ class _DeviceMessages:
     """Run a schedule on device memory, over the wires that pairs of ranks have."""
 
     def __init__(self, route: Route, side: DeviceSide, name: str, pieces: int) -> None:
-        self.route, self.side, self.size = route, side, route.comm.size
-        operation, size = route.operation.name, route.comm.size
-        self.what = f"{operation} ({name})"
-        pieces = pieces or pieces_of(operation, name, route.case())
-
-        def schedule_of(rank: int) -> Schedule:
-            return build(operation, name, size, rank, route.root, nodes=route.comm.nodes, pieces=pieces)
-
-        self.schedule = schedule_of(route.comm.rank)
-        self.layout = route.layout
-        if isinstance(self.layout, Line) and self.schedule.chunks != len(self.layout.offsets) - 1:
-            self.layout = Line(even_offsets(route.total, self.schedule.chunks))
-        acc = route.dtype.accumulator(route.op)
-        widths = (route.dtype.itemsize, acc.itemsize)
-        hosts = 1 if route.differs else len(set(route.comm.nodes))
-        segment = segment_of(schedule_of(0), widths, self.layout.longest, hosts=hosts)
+        self.route, self.side, self.cut = route, side, Scheduled(route, name, pieces)
+        size = route.comm.size
         # What is packed has to fit; the parts of an uneven all-to-all go each by itself, whole.
-        room = PACKING // (2 * self.schedule.chunks * max(widths))
-        self.segment = segment if route.differs else max(1, min(segment, room))
+        room = max(1, PACKING // (2 * self.cut.schedule.chunks * max(self.cut.widths)))
+        self.segment = self.cut.segment if route.differs else min(self.cut.segment, room)
         self.transport: Any = route.comm.transport if size == 1 else side.wires
         self._packing = side.device_room("packing", IN_FLIGHT * PACKING if size > 1 else 0)
         self._scratch = side.device_room("scratch", SCRATCH + (1 << 20))
@@ -206,14 +190,14 @@ class _DeviceMessages:
         """Return device memory for a schedule's slots."""
         if nbytes > self._scratch.nbytes:
             rule = f"one whose slots fit in {self._scratch.nbytes:,} bytes of GPU memory"
-            raise ArgumentError(must_be("algorithm", rule, f"{self.what}: {nbytes:,}", "choose another"))
+            raise ArgumentError(must_be("algorithm", rule, f"{self.cut.what}: {nbytes:,}", "choose another"))
         return self._scratch
 
     def steps(self, source: View, output: View) -> Iterator[Wait]:
         """Run it once, step by step."""
-        buffers = Buffers(input=source, output=output, layout=self.layout, arithmetic=self.route.arithmetic())
-        machines = [self._machine(strand) for strand in range(IN_FLIGHT)]
-        return execute(self.schedule, buffers, self, segment=self.segment, what=self.what, machines=machines)
+        cut, machines = self.cut, [self._machine(strand) for strand in range(IN_FLIGHT)]
+        buffers = Buffers(input=source, output=output, layout=cut.layout, arithmetic=self.route.arithmetic())
+        return execute(cut.schedule, buffers, self, segment=self.segment, what=cut.what, machines=machines)
 
     def run(self, source: Bytes, output: Bytes) -> None:
         """Run it once in this thread; see `steps`."""
@@ -226,5 +210,5 @@ class _DeviceMessages:
     def _machine(self, strand: int) -> DeviceMachine:
         packing = self._packing[strand * PACKING : (strand + 1) * PACKING]
         return DeviceMachine(
-            self.side.device, self.side.strands[strand], packing, lambda event: self.side.reached(event, self.what)
+            self.side.device, self.side.strands[strand], packing, lambda event: self.side.reached(event, self.cut.what)
         )

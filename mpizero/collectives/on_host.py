@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mpizero.collectives.route import Plan, Route
     from mpizero.typing import Bytes, Wait
 
-__all__ = ["plan_on_host"]
+__all__ = ["Scheduled", "plan_on_host"]
 
 
 def plan_on_host(route: Route, name: str, pieces: int = 0) -> Plan:
@@ -51,11 +51,11 @@ def _by_messages(route: Route, source: View, output: View) -> Iterator[Wait]:
     return plan_on_host(route, by_messages(route.operation.name, route.case()).name).steps(source, output)
 
 
-class _Messages:
-    """Run a schedule over messages."""
+class Scheduled:
+    """Be a route's schedule for this rank, and how it is cut."""
 
     def __init__(self, route: Route, name: str, pieces: int) -> None:
-        self.route, self.comm = route, route.comm
+        """Build the schedule of an algorithm; `pieces` as of `plan_on_host`."""
         operation, size = route.operation.name, route.comm.size
         self.what = f"{operation} ({name})"
         pieces = pieces or pieces_of(operation, name, route.case())
@@ -67,16 +67,23 @@ class _Messages:
         self.layout = route.layout
         if isinstance(self.layout, Line) and self.schedule.chunks != len(self.layout.offsets) - 1:
             self.layout = Line(even_offsets(route.total, self.schedule.chunks))
-        acc = route.dtype.accumulator(route.op)
-        widths = (route.dtype.itemsize, acc.itemsize)
+        self.widths = (route.dtype.itemsize, route.dtype.accumulator(route.op).itemsize)
         # A cut by lengths that each rank has for itself would differ from rank to rank.
         hosts = 1 if route.differs else len(set(route.comm.nodes))
-        self.segment = segment_of(schedule_of(0), widths, self.layout.longest, hosts=hosts)
+        self.segment = segment_of(schedule_of(0), self.widths, self.layout.longest, hosts=hosts)
+
+
+class _Messages:
+    """Run a schedule over messages."""
+
+    def __init__(self, route: Route, name: str, pieces: int) -> None:
+        self.route, self.comm, self.cut = route, route.comm, Scheduled(route, name, pieces)
 
     def steps(self, source: View, output: View) -> Iterator[Wait]:
         """Run it once, step by step."""
-        buffers = Buffers(input=source, output=output, layout=self.layout, arithmetic=self.route.arithmetic())
-        return execute(self.schedule, buffers, self.comm, segment=self.segment, what=self.what)
+        cut = self.cut
+        buffers = Buffers(input=source, output=output, layout=cut.layout, arithmetic=self.route.arithmetic())
+        return execute(cut.schedule, buffers, self.comm, segment=cut.segment, what=cut.what)
 
     def run(self, source: Bytes, output: Bytes) -> None:
         """Run it once in this thread."""

@@ -271,7 +271,7 @@ class Finder:
         width = self.dtype.itemsize
         if key:
             first = place + start * width
-            return _Mapped(mappings().bytes_of(key)[first : first + length * width].view(self.dtype.storage))
+            return _Mapped(mappings().segment(key).bytes[first : first + length * width].view(self.dtype.storage))
         reach = self.board.reach
         assert reach is not None  # noqa: S101  (else all ranks have fallen back)
         return _Private(reach, peer, address + start * width, width)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpizero.arrays import DeviceArray
-from mpizero.comm.heap import Heap, Place
+from mpizero.comm.heap import Heap, Mappings
 from mpizero.comm.reached import together
 from mpizero.errors import MpiZeroError
 
@@ -56,36 +56,10 @@ class _Block:
         self.segment = segment
 
 
-class DeviceMappings:
-    """Know every segment of device memory that this process has opened."""
-
-    def __init__(self) -> None:
-        self._segments: dict[int, DeviceSegment] = {}
-
-    def add(self, segment: DeviceSegment) -> None:
-        """Remember a segment."""
-        self._segments[segment.key] = segment
-
-    def drop(self, segment: DeviceSegment) -> None:
-        """Forget a segment; its memory goes when its last array does."""
-        self._segments.pop(segment.key, None)
-
-    def find(self, address: int, nbytes: int, pids: frozenset[int]) -> Place | None:
-        """Return where in this rank's share the bytes from `address` on lie; None unless all of `pids` opened them."""
-        for segment in self._segments.values():
-            if segment.start <= address and address + nbytes <= segment.stop:
-                return Place(segment.key, address - segment.start) if pids <= segment.pids else None
-        return None
-
-    def bytes_of(self, key: int, pid: int) -> DeviceArray:
-        """Return a process's share of a segment that `find` gave to it."""
-        return self._segments[key].memory[pid]
-
-
 @cache
-def device_mappings() -> DeviceMappings:
+def device_mappings() -> Mappings:
     """Return the process's table of segments of device memory."""
-    return DeviceMappings()
+    return Mappings()
 
 
 def device_heap(mpi_comm: Any, device: Device) -> Heap:

@@ -11,14 +11,13 @@ import weakref
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpizero.comm.segment import PAGE, Segment, share
+from mpizero.comm.segment import PAGE, share
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from mpizero.typing import Bytes
 
-__all__ = ["Heap", "Place", "mappings"]
+__all__ = ["Heap", "Mappings", "Place", "mappings"]
 
 ALIGN = 64
 SMALLEST = 1 << 20
@@ -33,19 +32,19 @@ class Place(NamedTuple):
 
 
 class Mappings:
-    """Know every segment that this process has mapped."""
+    """Know every segment that this process has mapped, or opened."""
 
     def __init__(self) -> None:
-        self._segments: dict[int, Segment] = {}
+        self._segments: dict[int, Any] = {}
         self.version = 0
         """Changes whenever an address may mean something else."""
 
-    def add(self, segment: Segment) -> None:
+    def add(self, segment: Any) -> None:
         """Remember a segment."""
         self.version += 1
         self._segments[segment.key] = segment
 
-    def drop(self, segment: Segment) -> None:
+    def drop(self, segment: Any) -> None:
         """Forget a segment; its memory goes when its last array does."""
         self.version += 1
         self._segments.pop(segment.key, None)
@@ -57,9 +56,9 @@ class Mappings:
                 return Place(segment.key, address - segment.start) if pids <= segment.pids else None
         return None
 
-    def bytes_of(self, key: int) -> Bytes:
-        """Return the memory of a segment that `find` gave to some rank."""
-        return self._segments[key].bytes
+    def segment(self, key: int) -> Any:
+        """Return a segment that `find` gave to some rank."""
+        return self._segments[key]
 
 
 @cache
