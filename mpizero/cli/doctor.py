@@ -180,6 +180,8 @@ def node_shared(facts: list[RankFacts]) -> str:
         return f"no: ranks on {', '.join(apart)} cannot map memory together, perhaps for want of room in /dev/shm"
     least = min(host.ranks[0].shm_free or 0 for host in hosts)
     room = f"{least >> 20:,} MiB of free /dev/shm for them and for gradients on their way"
+    if any(each.gpus for each in facts):
+        room += "; of models in host memory alone, not of those on a GPU"
     if len(hosts) > 1:
         return f"within a host, as with HYBRID_SHARD, not over {len(hosts)} hosts; {room}"
     return f"yes, at stages 1 to 3; {room}" if facts[0].shares else f"with 2 or more ranks on a host; {room}"

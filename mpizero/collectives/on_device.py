@@ -63,13 +63,16 @@ class Fence:
         self.device.keep(self._after, *self.arrays)
 
     def join(self) -> None:
-        """Put the caller's streams behind the collective, and packed results back."""
+        """Put the caller's streams behind the collective, and packed results back; the arrays are the caller's then."""
+        arrays, self.arrays = self.arrays, []
         if self._after is not None:
             with self.device.current():  # number 0 means a stream of the current device
                 for stream in self.device.users_streams():
                     stream.wait(self._after)
-        for array in self.arrays:
+        for array in arrays:
             array.give_back()
+        if self._after is not None:
+            self.device.let_go(self._after)
 
 
 def ready_side(route: Route) -> DeviceSide:

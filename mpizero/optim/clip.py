@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,9 +35,9 @@ def clip_grad_norm_(
             Otherwise the factor is 0 or NaN, as torch's.
 
     Returns:
-        The norm before clipping, shape (), fp32, in float64 for a model of such parameters; the same bits on every rank
-        and at every stage: an fp64 sum over shards in the canonical order, rounded once. Parameters without a gradient
-        count as zero, NaN makes it NaN.
+        The norm before clipping, shape (), on the model's device, fp32, in float64 for a model of such parameters; the
+        same bits on every rank and at every stage: an fp64 sum over shards in the canonical order, rounded once.
+        Parameters without a gradient count as zero, NaN makes it NaN.
 
     Raises:
         ArgumentError: on every rank, if `max_norm` or `norm_type` is not positive, or not the same on all ranks.
@@ -45,7 +45,8 @@ def clip_grad_norm_(
 
     Collective: one exchange of 68 bytes per rank, of 364 for a model sharded with `exact=True`, whose sum of powers is
     exact, so that any number of ranks gives the same bits. Reads every gradient once, and writes it once if the norm is
-    too large. As torch's, the factor is max_norm / (norm + 1e-6), at most 1.
+    too large. As torch's, the factor is max_norm / (norm + 1e-6), at most 1. On a GPU the host waits for the device
+    once, to tell the other ranks its sum, and whoever reads what is returned waits again.
     """
     runtime = runtime_of(model)
     max_norm, norm_type = number("max_norm", max_norm), number("norm_type", norm_type)
@@ -59,7 +60,7 @@ def clip_grad_norm_(
     if float(factor) != 1:
         for grad in all_gradients(runtime):
             grad.mul_(factor)
-    return norm
+    return _at_home(norm, runtime)
 
 
 @torch.no_grad()
@@ -102,4 +103,12 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
 
     Collective: one exchange of 68 bytes per rank, of 364 with `exact=True`. Reads every gradient once.
     """
-    return agreed_norm(runtime_of(model), "a norm of gradients", math.inf, number("norm_type", norm_type))
+    runtime = runtime_of(model)
+    return _at_home(agreed_norm(runtime, "a norm of gradients", math.inf, number("norm_type", norm_type)), runtime)
+
+
+def _at_home(norm: Tensor, runtime: Any) -> Tensor:
+    """Return a norm on the model's device: filled in, since a copy from the host's memory would wait for the device."""
+    if norm.device == runtime.home.device:
+        return norm
+    return torch.full((), float(norm), dtype=norm.dtype, device=runtime.home.device)

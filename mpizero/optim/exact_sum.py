@@ -26,8 +26,10 @@ __all__ = ["WORDS", "ExactSum"]
 
 CHUNK = 1 << 17
 """Elements that are widened at a time: 1 MiB of fp64, in cache."""
+ON_DEVICE = 1 << 24
+"""The same on a GPU, whose many small kernels would cost more than they do."""
 SMALL_CHUNK = 1 << 14
-"""The same for powers, below the 32,768 from which torch splits work over threads: where it splits, the last elements
+"""As CHUNK for powers, below the 32,768 from which torch splits work over threads: where it splits, the last elements
 of a part may have other bits than in the middle of one, which products and sums cannot."""
 SCALE = 1126
 """Every fp64 number is a whole multiple of 2^-SCALE: the least is 2^-1074, with 52 zeros in its mantissa."""
@@ -52,11 +54,18 @@ class ExactSum:
         Args:
             pieces: one-dimensional, each from a multiple of 64 elements of its parameter on.
             norm_type: p, finite.
+
+        The host reads one fp64 number for each 64 elements, at once.
         """
         size = CHUNK if norm_type in {1, 2} else SMALL_CHUNK
-        sums = [_block_sums(chunk, norm_type) for piece in pieces if piece.numel() for chunk in piece.split(size)]
+        sums = [
+            _block_sums(chunk, norm_type)
+            for piece in pieces
+            if piece.numel()
+            for chunk in piece.split(ON_DEVICE if piece.is_cuda else size)
+        ]
         if sums:
-            self.add(torch.cat(sums).numpy())
+            self.add(torch.cat(sums).cpu().numpy())
 
     def add(self, values: np.ndarray[Any, Any]) -> None:
         """Add non-negative fp64 numbers, shape (n,)."""

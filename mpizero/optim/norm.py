@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 __all__ = ["agreed_norm", "number"]
 
 BLOCK = 1 << 14
-"""Elements that are widened at a time: below the 32,768 from which torch splits a sum over threads, and in cache."""
+"""Elements that are widened at a time: below the 32,768 from which torch splits a sum over threads, and in cache. On a
+GPU, where a sum has one order for one length, pieces are summed whole."""
 RECORD = 6
 """Numbers that a rank sends beside its exact sum."""
 
 
 def agreed_norm(runtime: Any, what: str, max_norm: float, norm_type: float) -> Tensor:
-    """Return the norm of all gradients, a tensor of shape (): fp32, or float64 for a model with such parameters.
+    """Return the norm of all gradients, in host memory, shape (): fp32, or float64 for a model with such parameters.
 
     Args:
         runtime: the model's.
@@ -43,7 +44,8 @@ def agreed_norm(runtime: Any, what: str, max_norm: float, norm_type: float) -> T
         ArgumentError: on every rank, if either number is not positive, or not the same on all ranks.
         ShardError: if `no_sync` has kept gradients back, or ranks make other calls.
 
-    Collective: one exchange of 68 bytes per rank, 364 with `exact=True`; none on one rank.
+    Collective: one exchange of 68 bytes per rank, 364 with `exact=True`; none on one rank. On a GPU the host waits for
+    the sum of its gradients, once (and once more where ignored parameters have gradients).
     """
     runtime.check_synced(what)
     exact = ExactSum() if runtime.exact is not None and 0 < norm_type < math.inf else None
@@ -57,7 +59,8 @@ def agreed_norm(runtime: Any, what: str, max_norm: float, norm_type: float) -> T
     _check_numbers(rows, max_norm, norm_type, runtime.comm.rank)
     counted = [row for row in sorted(rows, key=operator.itemgetter(3)) if row[2] == 0]
     of_shards = [float(row[0]) for row in counted] if exact is None else [_exact_total(counted)]
-    total = torch.tensor(combined(of_shards, [float(rows[0, 1])], norm_type), dtype=torch.float64)
+    whole = combined(of_shards, [float(rows[0, 1])], norm_type)
+    total = torch.full((), whole, dtype=torch.float64, device="cpu")
     norm = total if math.isinf(norm_type) else total.pow(1 / norm_type)
     wide = any(flat.master_dtype == torch.float64 for unit in runtime.units for flat in unit.trainable)
     return norm if wide else norm.float()
@@ -73,10 +76,12 @@ def number(what: str, value: Any) -> float:
 
 def power_sum(pieces: list[Tensor], norm_type: float) -> float:
     """Return the fp64 sum of |x|^p over all elements, for p infinite the largest |x|, NaN if there is one."""
-    blocks = [block for piece in pieces if piece.numel() for block in piece.split(BLOCK)]
+    full = [piece for piece in pieces if piece.numel()]
+    blocks = [block for piece in full for block in piece.split(piece.numel() if piece.is_cuda else BLOCK)]
     if not blocks:
         return 0.0
-    norms = torch.stack([torch.linalg.vector_norm(block, norm_type, dtype=torch.float64) for block in blocks])
+    here = blocks[0].device  # ignored parameters may be on several
+    norms = torch.stack([torch.linalg.vector_norm(b, norm_type, dtype=torch.float64).to(here) for b in blocks])
     return combined((norms if math.isinf(norm_type) else norms.pow(norm_type)).tolist(), [], norm_type)
 
 

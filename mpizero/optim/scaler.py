@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from mpizero.collectives import all_reduce
@@ -30,7 +31,7 @@ class GradScaler(torch.amp.GradScaler):
     `scaler.step(optimizer)` and `scaler.update()`, on all ranks. Optimizers without shards are treated as torch does.
 
     Args:
-        device: where scaled losses are.
+        device: where scaled losses are, "cpu" or "cuda".
         init_scale: the first scale.
         growth_factor: what the scale is multiplied with after `growth_interval` steps without an overflow.
         backoff_factor: what it is multiplied with after an overflow.
@@ -41,8 +42,9 @@ class GradScaler(torch.amp.GradScaler):
         ShardError: from `unscale_` or `step`, if `no_sync` has kept gradients back, and on every rank, if the ranks'
             scales are not the same (a state dict loaded on some only): their gradients are averaged already.
 
-    One all-reduce of 16 bytes per optimizer and step, none on one rank. Source: Micikevicius et al., "Mixed Precision
-    Training", 2018, section 3.2.
+    One all-reduce of 16 bytes per optimizer and step, none on one rank. On a GPU the host waits for the device to read
+    what it found, once here, and as in torch's own once more before it steps. Source: Micikevicius et al., "Mixed
+    Precision Training", 2018, section 3.2.
     """
 
     agrees_over_ranks = True
@@ -79,9 +81,11 @@ class GradScaler(torch.amp.GradScaler):
 
     def _agree(self, comm: Any, found: dict[torch.device, Tensor], found_inf: Tensor) -> dict[torch.device, Tensor]:
         """Return what any rank found; nothing only if no rank has a gradient."""
-        scale = self.get_scale()
-        overflowed = any(float(flag) for flag in found.values())
-        said = torch.tensor([float(bool(found)), float(overflowed), scale, -scale])
+        assert self._scale is not None  # noqa: S101  (torch has looked for it before)
+        here = self._scale.device
+        flags = [flag.to(here).view(()) for flag in found.values()]
+        scale, *overflows = torch.stack([self._scale.view(()), *flags]).tolist()  # at once: a GPU is waited for
+        said = np.array([float(bool(found)), float(any(overflows)), scale, -scale], np.float32)
         any_has, any_overflowed, largest, smallest = all_reduce(said, comm, op="max").tolist()
         if largest != -smallest:
             raise ShardError(

@@ -11,6 +11,7 @@ backward computes; the end of the backward waits for all of them (see `reduction
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from mpizero.shard.exact import Course
     from mpizero.shard.flat import FlatParams
     from mpizero.shard.gradients import Buffer, Gradients
+    from mpizero.shard.home import Home
     from mpizero.shard.policy import Lifetime
     from mpizero.shard.reductions import Reductions
     from mpizero.shard.window import Window
@@ -49,6 +51,7 @@ class Driver(Protocol):
     lifetime: Lifetime
     window: Window | None
     exact: Course | None
+    home: Home
     sync: bool
     trained: int
 
@@ -99,6 +102,7 @@ class Backward:
         """The number of the latest backward."""
         self._end: Callable[[], Any] | None = None
         """A weak reference to what autograd calls at the end of the running backward: it dies if backward raises."""
+        self._giving_up = threading.RLock()
         self._began = 0.0
         self._entered: dict[Unit, None] = {}
         """The units that it has come to, in their order."""
@@ -178,11 +182,12 @@ class Backward:
 
     def gradient(self, unit: Unit, flat: FlatParams, index: int) -> None:
         """Take one gradient; when it is the unit's last, release the parameters and reduce what is due."""
-        if torch.is_grad_enabled():  # under create_graph alone
-            with torch.no_grad():
+        with self._runtime.home.order():
+            if torch.is_grad_enabled():  # under create_graph alone
+                with torch.no_grad():
+                    self._take(unit, flat, index)
+            else:
                 self._take(unit, flat, index)
-        else:
-            self._take(unit, flat, index)
 
     def _take(self, unit: Unit, flat: FlatParams, index: int) -> None:
         if self._end is None:
@@ -212,11 +217,19 @@ class Backward:
         if unit in self._pending:
             self._pending.remove(unit)
         self._runtime.note("reduce", unit)
-        self._reductions.start(unit)
+        with self._runtime.home.order():
+            self._reductions.start(unit)
 
     @torch.no_grad()
     def _finish(self) -> None:
         """Release everything, reduce what is left, and give used parameters their gradients."""
+        with self._runtime.home.order():
+            self._settle()
+        self._end = None
+        self._runtime.end_reading()
+        self._runtime.observe("backward", "", self._began)
+
+    def _settle(self) -> None:
         self._entered.clear()
         self._runtime.hide_all()
         for unit in self._runtime.units:
@@ -229,9 +242,6 @@ class Backward:
         self.check_agreement()
         if self._runtime.exact is not None:
             self._runtime.exact.end_backward()
-        self._end = None
-        self._runtime.end_reading()
-        self._runtime.observe("backward", "", self._began)
 
     def _reduce_rest(self) -> None:
         """Reduce what backward has not, tell each other what was used, and attach the gradients."""
@@ -267,12 +277,27 @@ class Backward:
 
     def _given_up(self, end: Callable[[], Any]) -> None:
         """Be told that autograd has dropped its end of a backward, after it or instead of it."""
-        if self._end is end:
-            self._forget()
+        with self._giving_up:
+            if self._end is end:
+                self._forget()
+
+    def give_up(self) -> None:
+        """Let go what a backward has left that is over without an end, if nobody has yet.
+
+        On a GPU autograd drops its end in a thread of its own, perhaps after the caller has got the exception, which
+        then waits here if that thread is about it.
+        """
+        with self._giving_up:
+            if self._end is not None:
+                self._forget()
 
     def _forget(self) -> None:
         """Let go what a backward that raised has left, at once: the user sees parameters in its except block."""
         self._end = self._agreement = None
+        with self._runtime.home.order():
+            self._let_go()
+
+    def _let_go(self) -> None:
         if self._runtime.exact is not None:
             self._runtime.exact.stop()
         self._entered.clear()

@@ -1,11 +1,12 @@
 """Batch normalisation over the batches of all ranks.
 
 [Note: batches of all ranks] torch's own SyncBatchNorm, without torch.distributed, takes the statistics of its rank's
-batch in silence. Here each rank computes count, mean and sum of squared deviations of its own batch by torch's CPU
-kernel (two passes, sums in fp64 for fp32 data), all ranks get all of these rows in fp64, and each merges them in the
-canonical order by the formula of Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
-sample variances", 1979. What is squared are differences of means, never the data, and all ranks have the same bits.
-Backward needs two sums over all elements for each channel, which ranks add up in fp64, in the canonical order too.
+batch in silence. Here each rank computes count, mean and sum of squared deviations of its own batch by torch's kernel
+(on the CPU two passes, sums in fp64 for fp32 data; on a GPU Welford's in fp32), all ranks get all of these rows in
+fp64, and each merges them in the canonical order by the formula of Chan, Golub and LeVeque, "Updating formulae and a
+pairwise algorithm for computing sample variances", 1979. What is squared are differences of means, never the data, and
+all ranks have the same bits. Backward needs two sums over all elements for each channel, which ranks add up in fp64, in
+the canonical order too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -55,7 +57,8 @@ class SyncBatchNorm(_BatchNorm):
     statistics normalise (eval mode), nothing is sent.
 
     Collective in forward, wherever the batch's own statistics are used (with `track_running_stats=False` in eval mode
-    too): an all-gather of 8 (2 channels + 1) bytes per rank; and in backward: an all-reduce of 16 bytes per channel.
+    too): an all-gather of 8 (2 channels + 1) bytes per rank; and in backward: an all-reduce of 16 bytes per channel. On
+    a GPU the counts, which the host knows, are gathered apart, 8 bytes per rank, and no value is read from the device.
     Every rank must run the module equally often and take its output into the loss, also that of an empty batch.
 
     These calls are made on `comm` itself, not on the duplicate that models talk over: backward may find that one in
@@ -190,7 +193,9 @@ def _joined_statistics(x: Tensor, eps: float, comm: Any) -> _Batch:
     """Return the statistics of the joined batch. Collective."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     channels = x.size(1)
-    count, mean, deviations = pairwise(_unpacked(all_gather(_own_row(x, dtype), comm)), _merged)
+    table = all_gather(_own_row(x, dtype), comm)
+    counts = all_gather(np.array([_count(x)], np.float64), comm) if x.is_cuda else table[:, 0]
+    count, mean, deviations = pairwise(_unpacked(table, counts.tolist()), _merged)
     if count == 1:
         rule = "more than 1 element per channel in training"
         raise ArgumentError(must_be("joined batch of SyncBatchNorm", rule, f"{channels} channels, 1 element each"))
@@ -207,8 +212,8 @@ def _joined_statistics(x: Tensor, eps: float, comm: Any) -> _Batch:
 def _own_row(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return [count, means, sums of squared deviations] of this rank's batch, fp64, shape (1, 1 + 2 channels)."""
     channels = x.size(1)
-    row = torch.zeros(1, 1 + 2 * channels, dtype=torch.float64)
-    count = x.numel() // max(channels, 1)
+    row = torch.zeros(1, 1 + 2 * channels, dtype=torch.float64, device=x.device)
+    count = _count(x)
     if count:
         # Running statistics decide the dtype of the result; with momentum 0 they are given for that alone.
         like = torch.zeros(2, channels, dtype=dtype, device=x.device)
@@ -219,9 +224,14 @@ def _own_row(x: Tensor, dtype: torch.dtype) -> Tensor:
     return row
 
 
-def _unpacked(table: Tensor) -> list[Row]:
+def _count(x: Tensor) -> int:
+    """Return the elements per channel."""
+    return x.numel() // max(x.size(1), 1)
+
+
+def _unpacked(table: Tensor, counts: list[float]) -> list[Row]:
     channels = table.size(1) // 2
-    return [(float(row[0]), row[1 : 1 + channels], row[1 + channels :]) for row in table]
+    return [(count, row[1 : 1 + channels], row[1 + channels :]) for count, row in zip(counts, table, strict=True)]
 
 
 def _merged(left: Row, right: Row) -> Row:
@@ -259,7 +269,7 @@ class _Normalise(torch.autograd.Function):
 
 def _sums(x: Tensor, grad: Tensor, batch: _Batch) -> Tensor:
     """Return, for each channel, this rank's sums of gradients and of gradients times normalised input; fp64, (2, c)."""
-    sums = torch.zeros(2, batch.mean.numel(), dtype=torch.float64)
+    sums = torch.zeros(2, batch.mean.numel(), dtype=torch.float64, device=x.device)
     if x.numel():
         ones = torch.ones_like(batch.mean)
         given = (batch.mean, batch.var, None, None)

@@ -18,11 +18,12 @@ from mpizero.shard.trees import own_attributes
 from mpizero.shard.unit import Unit
 
 if TYPE_CHECKING:
+    from mpizero.shard.home import Home
     from mpizero.shard.meta import MetaModel
     from mpizero.shard.policy import Lifetime, Precision, Ranks
     from mpizero.shard.window import Window
 
-__all__ = ["SMALLEST", "describe", "find_units", "group_parameters", "make_units", "plan_units", "window_sizes"]
+__all__ = ["SMALLEST", "Plan", "describe", "find_units", "group_parameters", "make_units", "plan_units", "window_sizes"]
 
 SMALLEST = 1 << 16
 """Elements of the smallest module that becomes a unit by size: a smaller gather costs more in latency than in bytes."""
@@ -105,7 +106,7 @@ def group_parameters(
         precision: tells which modules keep their parameters' dtype.
 
     Raises:
-        ArgumentTypeError: for parameters that are not dense tensors in host memory; lists them.
+        ArgumentError: for parameters that are sharded already; lists them.
     """
     members: dict[int, Member] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -119,7 +120,7 @@ def group_parameters(
             member.keeps |= keeps
             if not any(place[0] is module and place[1] == attribute for place in member.places):
                 member.places.append((module, attribute))
-    _check_devices(members.values())
+    _check_not_sharded(members.values())
     _find_caches(model, members)
     grouped: dict[str, list[Member]] = {name: [] for name in units}
     for member in members.values():
@@ -153,11 +154,7 @@ def _lowest_common(names: list[str], units: list[str]) -> str:
     return max(holding, key=len)
 
 
-def _check_devices(members: Iterable[Member]) -> None:
-    wrong = [member.names[0] for member in members if member.original.device.type not in {"cpu", "meta"}]
-    if wrong:
-        rule = "in host memory, or on the meta device"
-        raise ArgumentTypeError(must_be("parameters", rule, ", ".join(wrong), "build the model on the CPU"))
+def _check_not_sharded(members: Iterable[Member]) -> None:
     shards = [member.names[0] for member in members if hasattr(member.original, "_mpizero_owner")]
     if shards:
         raise ArgumentError(must_be("model", "one that is not sharded yet", ", ".join(shards)))
@@ -183,7 +180,9 @@ def describe(plan: Plan, model: nn.Module, choices: list[str]) -> list[str]:
             param = member.original
             trained = ("trained" if param.requires_grad else "frozen") + (", kept" if member.keeps else "")
             lines.append(f"parameter {member.names} {tuple(param.shape)} {param.dtype} {trained}")
-    lines += [f"buffer {name!r} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
+    for name, buffer in model.named_buffers():
+        where = "" if buffer.device.type in {"cpu", "meta"} else f" on {buffer.device.type}"
+        lines.append(f"buffer {name!r} {tuple(buffer.shape)} {buffer.dtype}{where}")
     return lines
 
 
@@ -203,6 +202,7 @@ def make_units(
     lifetime: Lifetime,
     precision: Precision,
     *,
+    home: Home,
     window: Window | None = None,
     meta: MetaModel | None = None,
 ) -> list[Unit]:
@@ -211,7 +211,7 @@ def make_units(
     numbers = count()
     for name, (module, groups) in plan.items():
         flats = [
-            FlatParams(group, ranks, lifetime, precision, number=next(numbers), window=window, meta=meta)
+            FlatParams(group, ranks, (lifetime, precision), home, number=next(numbers), window=window, meta=meta)
             for group in groups
         ]
         made.append(Unit(name, module, flats))

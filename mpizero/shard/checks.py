@@ -37,7 +37,7 @@ def raise_for_replaced(flats: list[FlatParams]) -> None:
     names = [name for flat in flats for name in flat.replaced()]
     raise ShardError(
         f"parameters of a sharded model must keep their memory and dtype (got new ones for {_list(names)}): the "
-        "model would not see them; convert or load before mpizero.shard(...), choose the precision with "
+        "model would not see them; move, convert or load before mpizero.shard(...), choose the precision with "
         "mpizero.Precision, and write values in place, as with param.copy_(...)"
     )
 

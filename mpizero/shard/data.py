@@ -98,7 +98,8 @@ def global_mean(total: Total, count: float | Tensor, comm: Any = None) -> Total:
         ArgumentTypeError: if `total` is neither a tensor nor a number, or `count` no number.
         ArgumentError: on all ranks, if a count is negative or not finite, or all are 0.
 
-    Collective: an all-gather of 8 bytes per rank.
+    Collective: an all-gather of 8 bytes per rank. A count in a GPU's memory is read by the host, which waits for the
+    device: a number, or a tensor in host memory, costs no such wait.
     """
     if not isinstance(total, Tensor | float | int):
         raise ArgumentTypeError(must_be("total", "a tensor, the sum of this rank's losses", type(total).__name__))

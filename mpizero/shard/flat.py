@@ -16,6 +16,7 @@ from mpizero.shard.policy import HALF
 
 if TYPE_CHECKING:
     from mpizero.comm import Work
+    from mpizero.shard.home import Home
     from mpizero.shard.member import Member
     from mpizero.shard.meta import MetaModel
     from mpizero.shard.policy import Lifetime, Precision, Ranks
@@ -41,8 +42,8 @@ class FlatParams:
         self,
         members: list[Member],
         ranks: Ranks,
-        lifetime: Lifetime,
-        precision: Precision,
+        policy: tuple[Lifetime, Precision],
+        home: Home,
         *,
         number: int = 0,
         window: Window | None = None,
@@ -53,14 +54,16 @@ class FlatParams:
         Args:
             members: the parameters.
             ranks: who averages gradients, and who holds parts of a parameter.
-            lifetime: what the stage means.
-            precision: the user's choice.
+            policy: what the stage means, and the user's choice of precisions.
+            home: where the model lies; see [Note: home stream].
             number: which of the model's flat buffers this is; its messages go over channels of their own, so that
                 ranks which are about to move different buffers wait for each other instead of swapping them.
             window: where the node's full parameters are to lie, where it shares them.
             meta: makes the values of members that are on the meta device.
         """
+        lifetime, precision = policy
         self.members, self.ranks, self.lifetime, self.number = members, ranks, lifetime, number
+        self.home = home
         self.comm, self.window = ranks.group, window
         """The ranks that the buffer is cut over."""
         self.label = members[0].names[0] + (f" and {len(members) - 1} more" if len(members) > 1 else "")
@@ -103,7 +106,7 @@ class FlatParams:
                 self._fill(self.full, meta)
             barrier(self.comm)
         else:
-            values = torch.zeros(layout.length, dtype=self.master_dtype)
+            values = torch.zeros(layout.length, dtype=self.master_dtype, device=self.home.device)
             if self.ranks.everyone.rank == 0:
                 self._fill(values, meta)
             if self.ranks.everyone.size > 1 and layout.length:
@@ -134,7 +137,7 @@ class FlatParams:
         elif self.dtype == self.master_dtype:  # also where it is released at once: there is no second copy to be had
             self.full = values
         else:
-            self.full = torch.empty(self.layout.length, dtype=self.dtype)
+            self.full = torch.empty(self.layout.length, dtype=self.dtype, device=self.home.device)
         if not self.aliased:
             self.master = values[self.own].clone()
 
@@ -169,7 +172,8 @@ class FlatParams:
         if self.gradients is not None or not self.trained:
             return
         exact = self.lifetime.exact is not None
-        if exact or not symmetric or self.lifetime.cut or self.comm.board is None:
+        by_loads = self.comm.board is not None and not self.home.on_device
+        if exact or not symmetric or self.lifetime.cut or not by_loads:
             accumulator = torch.zeros_like(self.master)
         else:  # reduced in place, by loads and stores of the peers
             accumulator = empty(self.master.numel(), self.master_dtype, self.comm).zero_()
@@ -237,12 +241,18 @@ class FlatParams:
     def begin_unshard(self) -> None:
         """Begin to fill `full`. Collective where cut.
 
-        In a window this rank's part is put there, and the next agreement of all ranks tells that all parts are there.
+        Its memory is taken, and the collective called, in the order of the home stream. In a window this rank's part is
+        put there, and the next agreement of all ranks tells that all parts are there.
         """
         if self.stale:  # a gather that is under way has the values from before a step
             self.end_unshard()
         if self.live and not self.stale:
             return
+        with self.home.order():
+            self._begin()
+        self.live, self.stale, self.seen = True, False, self.version()
+
+    def _begin(self) -> None:
         storage = self.full.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self.layout.length * self.full.element_size())
@@ -252,19 +262,20 @@ class FlatParams:
         if self.lifetime.cut and not self.lifetime.shared and self.layout.length:
             with self.comm.channel(2 * self.number, f"parameters {self.label}"):
                 self.gathering = all_gather(full[self.own], self.comm, out=full, async_op=True)
-        self.live, self.stale, self.seen = True, False, self.version()
 
     def end_unshard(self) -> None:
-        """Wait for the gather that is under way, if any."""
+        """Wait for the gather that is under way, if any; on a GPU, have the home stream and the current one do so."""
         if self.gathering is not None:
             gathering, self.gathering = self.gathering, None
-            gathering.wait()
+            with self.home.order():
+                gathering.wait()
             self.gathered = gathering.ended
 
     def release(self) -> None:
-        """Let the memory of `full` go."""
-        self.end_unshard()
-        self.full.untyped_storage().resize_(0)
+        """Let the memory of `full` go: on a GPU at once, to work that is queued behind what has used it."""
+        with self.home.order():
+            self.end_unshard()
+            self.full.untyped_storage().resize_(0)
         self.live = False
 
     def show(self, *, full: bool) -> None:
@@ -276,7 +287,7 @@ class FlatParams:
         """Return the whole master buffer on every rank. Collective where cut."""
         if not self.lifetime.cut:
             return self.master
-        whole = torch.empty(self.layout.length, dtype=self.master_dtype)
+        whole = torch.empty(self.layout.length, dtype=self.master_dtype, device=self.home.device)
         return all_gather(self.master, self.comm, out=whole) if self.layout.length else whole
 
 

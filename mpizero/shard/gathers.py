@@ -2,8 +2,9 @@
 
 [Note: order of gathers] Gathers are collective, so ranks must begin them in the same order. Which unit is gathered next
 is remembered from the gathers that took place, which all ranks saw alike, separately for forward and backward; what is
-begun ahead of need depends on nothing else. A unit that was begun and then not used is let go at the end of the forward
-or backward. Where full parameters always live, all that a step has made old are begun at the next forward, at once.
+begun ahead of need depends on nothing else. At most `ahead` units that are let go again are begun and not yet used,
+also where the order has changed; one that is not used after all is let go at the end of the forward or backward. Where
+full parameters always live, all that a step has made old are begun at the next forward, at once.
 """
 
 from __future__ import annotations
@@ -45,8 +46,10 @@ class Gathers:
         """Units that were begun and not needed so far."""
 
     def begin(self, units: Iterable[Unit]) -> None:
-        """Begin the gathers of these units, those that are not gathered."""
+        """Begin the gathers of these units, those that are not gathered; of units that are let go, a bounded number."""
         for unit in units:
+            if unit.released and len(self._early) >= self.ahead:
+                return
             if unit.stale and not unit.gathering:
                 self._begin(unit)
                 self._early[id(unit)] = unit

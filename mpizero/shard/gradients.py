@@ -109,7 +109,7 @@ class Gradients:
             self.arrived.add(index)
             return
         if self.unsynced is None:
-            self.unsynced = torch.zeros(self.flat.layout.length, dtype=self.accumulator.dtype)
+            self.unsynced = self.accumulator.new_zeros(self.flat.layout.length)
         self.unsynced[slot.offset : slot.stop].view(slot.shape).add_(grad)
         self.kept.add(index)
 
@@ -119,7 +119,7 @@ class Gradients:
             return self.accumulator  # its padding is zero
         fresh = self.room
         if fresh is None:
-            fresh = torch.empty(flat.layout.length, dtype=self.dtype)
+            fresh = self.accumulator.new_empty(flat.layout.length, dtype=self.dtype)
         for start, stop in self._gaps:
             fresh[start:stop] = 0
         return fresh

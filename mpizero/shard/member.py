@@ -29,4 +29,4 @@ class Member:
     def let_go(self) -> None:
         """Mark the original as replaced, for optimizers that hold it, and drop it: it is as large as the model."""
         self.original._mpizero_replaced = self.names[0]  # type: ignore[attr-defined]  # noqa: SLF001
-        self.original = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.original = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)

@@ -6,12 +6,13 @@ order of the units, and a module's parameters may lie in several flat buffers. S
 the model's order, one module in memory at a time: this makes the buffers, shows what nobody initialises, and tells the
 state of the random numbers before each module. Any module can then be made again, alone, with the same values; its
 parameters are made right where they belong. The price is that rank 0 initialises everything twice. Other ranks make
-none: they get parameters and buffers as they always do.
+none: they get parameters and buffers as they always do. Values are made on the device where the model is to lie, by
+that device's generator.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from mpizero.errors import ArgumentError, must_be
 from mpizero.shard.agree import gather_texts
+from mpizero.shard.home import random_state, set_random_state
 from mpizero.shard.trees import own_attributes
 
 if TYPE_CHECKING:
@@ -32,19 +34,21 @@ __all__ = ["MetaModel"]
 class MetaModel:
     """Make the values of what a model has on the meta device."""
 
-    def __init__(self, model: nn.Module, materialize: Callable[[nn.Module], Any] | None) -> None:
+    def __init__(self, model: nn.Module, materialize: Callable[[nn.Module], Any] | None, device: torch.device) -> None:
         """Find the modules with parameters, buffers or other tensors on the meta device.
 
         Args:
             model: the root.
             materialize: initialises a module's own parameters and buffers; None calls its `reset_parameters`.
+            device: where values are made.
         """
+        self._device = device
         self._make = _reset if materialize is None else materialize
         modules = [(name, module) for name, module in model.named_modules() if _has_meta(module)]
         self._named = modules
         self._forms = {id(module): _forms(module) for _, module in modules}
         """What each module's own parameters look like, which will be sharded by and by."""
-        self._states: dict[int, Tensor] = {}
+        self._states: dict[int, tuple[Tensor, Tensor | None]] = {}
         """The state of the random numbers before each module."""
 
     def prepare(self, comm: Any, keep: Iterable[Tensor]) -> None:
@@ -85,9 +89,10 @@ class MetaModel:
         for module, targets in by_module.values():
             own = dict(self._forms[id(module)])
             given = {name: targets[name] for name in targets if targets[name].dtype == own[name].dtype}
-            with torch.random.fork_rng(devices=[]):
-                torch.set_rng_state(self._states[id(module)])
-                with _lent(module, {name: given.get(name, form) for name, form in own.items()}, {}) as (params, _):
+            forms = {name: given.get(name, form) for name, form in own.items()}
+            with self._randomness_kept():
+                set_random_state(self._device, self._states[id(module)])
+                with _lent(module, forms, {}, self._device) as (params, _):
                     self._make(module)
             for name, target in targets.items():
                 if params[name].data_ptr() != target.data_ptr():
@@ -102,11 +107,12 @@ class MetaModel:
         values: tuple[dict[str, Any], ...] = (dict(module._parameters), dict(module._buffers))  # noqa: SLF001
         hidden = _hidden(module)
         runs = first or hidden
-        self._states[id(module)] = torch.get_rng_state()
-        params = {name: _blank(t) for name, t in values[0].items() if runs or id(t) in kept}
-        with _lent(module, params, {name: _blank(t) for name, t in values[1].items()}) as lent:
+        self._states[id(module)] = random_state(self._device)
+        params = {name: self._blank(t) for name, t in values[0].items() if runs or id(t) in kept}
+        buffers = {name: self._blank(t) for name, t in values[1].items()}
+        with _lent(module, params, buffers, self._device) as lent:
             if runs:
-                with torch.random.fork_rng(devices=[], enabled=not first):
+                with nullcontext() if first else self._randomness_kept():
                     problems += self._try(module, prefix)
         problems += [f"{prefix}{name}" for name in _hidden(module)]
         for own, result in zip(values, lent, strict=True):
@@ -123,6 +129,28 @@ class MetaModel:
                     value = nn.Parameter(result[name].detach(), requires_grad=tensor.requires_grad)
                     torch.utils.swap_tensors(tensor, value)
         return problems
+
+    @contextmanager
+    def _randomness_kept(self) -> Iterator[None]:
+        """Leave the generators as they were before the `with` block."""
+        before = random_state(self._device)
+        try:
+            yield
+        finally:
+            set_random_state(self._device, before)
+
+    def _blank(self, tensor: Tensor | None) -> Tensor | None:
+        """Return memory like a tensor's: a copy, or, for one on meta, filled with what no initialiser leaves."""
+        if tensor is None:
+            return None
+        if not tensor.is_meta:
+            return tensor.detach().clone()
+        blank = torch.empty_like(tensor, device=self._device).detach()
+        if tensor.is_floating_point() or tensor.is_complex():
+            blank.fill_(float("nan"))
+        elif tensor.dtype is not torch.bool:
+            blank.fill_(torch.iinfo(tensor.dtype).min)
+        return blank.requires_grad_(tensor.requires_grad)
 
     def _try(self, module: nn.Module, prefix: str) -> list[str]:
         try:
@@ -155,7 +183,7 @@ def _forms(module: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _lent(
-    module: nn.Module, params: dict[str, Any], buffers: dict[str, Any]
+    module: nn.Module, params: dict[str, Any], buffers: dict[str, Any], device: torch.device
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Give a module other tensors of its own for a while, without autograd; those on meta get memory.
 
@@ -167,7 +195,7 @@ def _lent(
     for name in before[0]:
         given = params.get(name)
         if given is not None:
-            value = torch.empty_like(given, device="cpu") if given.is_meta else given
+            value = torch.empty_like(given, device=device) if given.is_meta else given
             lent[0][name] = nn.Parameter(value, requires_grad=given.requires_grad)
         else:
             lent[0][name] = None
@@ -181,22 +209,8 @@ def _lent(
         module.__dict__.update(_parameters=before[0], _buffers=before[1])
 
 
-def _blank(tensor: Tensor | None) -> Tensor | None:
-    """Return memory like a tensor's: a copy, or, for one on meta, filled with what no initialiser leaves."""
-    if tensor is None:
-        return None
-    if not tensor.is_meta:
-        return tensor.detach().clone()
-    blank = torch.empty_like(tensor, device="cpu").detach()
-    if tensor.is_floating_point() or tensor.is_complex():
-        blank.fill_(float("nan"))
-    elif tensor.dtype is not torch.bool:
-        blank.fill_(torch.iinfo(tensor.dtype).min)
-    return blank.requires_grad_(tensor.requires_grad)
-
-
 def _is_blank(tensor: Tensor | None) -> bool:
-    """Return whether any floating element, or all others, are as `_blank` has left them."""
+    """Return whether any floating element, or all others, are as `MetaModel._blank` has left them."""
     if tensor is None or tensor.is_meta:
         return True
     if not tensor.numel() or tensor.dtype is torch.bool:

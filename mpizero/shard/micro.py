@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mpizero.errors import ArgumentError, ShardError, must_be
 from mpizero.shard.agree import check_same
 from mpizero.shard.exact import BLOCKED, INTERLEAVED, is_power_of_two
+from mpizero.shard.home import random_state, set_random_state
 from mpizero.shard.runtime import runtime_of
 from mpizero.shard.trees import mapped
 from mpizero.shard.verb import no_sync
@@ -62,15 +63,17 @@ def micro_batches(
 
     Yields:
         The micro-batch, copied into memory of its own: where a tensor begins can change the bits of small products.
-        Before each one torch's global generator is seeded from (seed, step, its number among M); afterwards the
-        generator is put back where it was before the loop. Python's and numpy's generators are left alone.
+        Before each one torch's global generators, those of GPUs too, are seeded from (seed, step, its number among M);
+        afterwards those of the host and of the model's device are put back where they were before the loop. Python's
+        and numpy's generators are left alone.
 
     Raises:
         ArgumentError: for numbers that do not fit, a batch that cannot be cut so, one that is not the same on all
             ranks, or a model that has running statistics in train mode by now.
         ShardError: if `model` is not sharded; from the loop, if a micro-batch had no backward.
 
-    Collective: an all-gather of 16 bytes per rank, for which each rank reads the batch once.
+    Collective: an all-gather of 16 bytes per rank, for which each rank reads the batch once; a batch in a GPU's memory
+    is copied to the host for that, which waits for the device once per step.
     """
     runtime = runtime_of(model)
     course = runtime.exact
@@ -97,7 +100,7 @@ def micro_batches(
 
 
 def _handed_out(runtime: Runtime, batch: Any, numbers: range, *, seed: int, serial: int) -> Iterator[Any]:
-    course, before = runtime.exact, torch.get_rng_state()
+    course, before = runtime.exact, random_state(runtime.home.device)
     assert course is not None  # noqa: S101  (asked before)
     try:
         for at, number in enumerate(numbers):
@@ -110,7 +113,7 @@ def _handed_out(runtime: Runtime, batch: Any, numbers: range, *, seed: int, seri
             _check_current(course, serial)
             course.leave()
     finally:
-        torch.set_rng_state(before)
+        set_random_state(runtime.home.device, before)
         if course.serial == serial:
             course.stop()
             runtime.backward.begin_step()

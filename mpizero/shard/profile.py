@@ -45,6 +45,7 @@ PARTS = {
 """The lines of the summary's first table, each with its field of `ProfiledStep`."""
 UNIT_HEADING = ("unit", "gathers", "gathered MiB", "reductions", "reduced MiB", "waited ms")
 MIB = 1 << 20
+ISSUED = "; the host's times: work on the GPU is issued in them, not executed"
 
 
 @contextmanager
@@ -54,6 +55,7 @@ def profile(model: nn.Module) -> Iterator[Profile]:
     A step ends when the optimizer's step does, and the first begins with the block; an optimizer that steps is a step,
     so a model with two optimizers has two steps per round. What comes after the last step is recorded and exported, but
     is part of no step. The time of a step that is neither waiting nor a meeting of ranks is compute, loading data too.
+    All is told by the host's clock: on a GPU it is when work was issued, not when it was executed.
 
     Costs no messages, and some 200 bytes per recorded span, of which a step has about eight per unit. Without a profile
     nothing is recorded.
@@ -79,7 +81,7 @@ def profile(model: nn.Module) -> Iterator[Profile]:
     if runtime.observer is not None:
         remedy = "leave the block of the first one before the next is entered"
         raise ShardError(must_be("mpizero.profile", "the model's only one at a time", "a second one", remedy))
-    profile = Profile(runtime.comm)
+    profile = Profile(runtime.comm, issued=runtime.home.on_device)
     runtime.observer = profile.record
     try:
         yield profile
@@ -90,8 +92,8 @@ def profile(model: nn.Module) -> Iterator[Profile]:
 class Profile:
     """Hold what one rank recorded of a sharded model; made by `mpizero.profile`."""
 
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm
+    def __init__(self, comm: Any, *, issued: bool = False) -> None:
+        self._comm, self._issued = comm, issued
         self._spans: list[Span] = []
         self._start, self._wall = _clocks()
 
@@ -120,6 +122,7 @@ class Profile:
         if not steps:
             return f"{where}: no step was finished; a step ends when an optimizer of the model has stepped"
         heading = f"{where}, medians of {len(steps)} step{'s' if len(steps) > 1 else ''}"
+        heading += ISSUED if self._issued else ""
         tables = [heading, aligned(_part_rows(steps), right=(1, 2)), _hidden_line(steps)]
         units = _unit_rows(steps)
         if units:

@@ -4,7 +4,7 @@
 in backward are collected in memory that the node shares. There is room for the root, which collects all the time, and
 for two more units: one that collects while the other's reduction waits for the slower ranks. A unit that finds no room
 takes memory of its own, which peers reach by the kernel. Where nothing is cut the accumulators themselves are shared,
-and reduced in place.
+and reduced in place. On a GPU they are in memory of torch's allocator (see [Note: home stream] in `home`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Reductions"]
 ROOMS = 2
 """Units beside the root whose gradients have room that peers can read."""
 AT_ONCE = 2
-"""Reductions under way at a time where gradients are cut: each holds a unit's gradients."""
+"""Reductions under way at a time where gradients are cut, and on a GPU: each holds a unit's gradients."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -54,7 +54,7 @@ class _Job:
 
 
 class Reductions:
-    """Run the reductions of one model in the order in which they are started: `AT_ONCE` where gradients are cut."""
+    """Run the reductions of one model in the order in which they are started, at most `AT_ONCE` that hold memory."""
 
     def __init__(
         self,
@@ -63,6 +63,8 @@ class Reductions:
         policy: tuple[Lifetime, Overlap],
         before_wait: Callable[[], None],
         observe: Callable[..., None],
+        *,
+        on_device: bool = False,
     ) -> None:
         """Make room where ranks share memory. Collective.
 
@@ -72,17 +74,19 @@ class Reductions:
             policy: what the stage means, and what the user chose.
             before_wait: called before this rank waits for others.
             observe: told what took time; see `Runtime.observe`.
+            on_device: whether gradients are in a GPU's memory.
         """
         self._before_wait, self._tell = before_wait, observe
         lifetime, overlap = policy
         self.ranks, self.lifetime, self.bucket_bytes = ranks, lifetime, overlap.bucket_bytes
+        self._on_device = on_device
         self._jobs: deque[_Job] = deque()
         self._held: list[Unit] = []
         self._held_bytes = 0
         self._first = True
         self._rooms: list[Tensor] = []
         self._lent: dict[int, Tensor] = {}
-        if lifetime.cut and ranks.group.board is not None:
+        if lifetime.cut and ranks.group.board is not None and not on_device:
             sizes = [unit.gradient_bytes for unit in units]
             largest = max(sizes[1:], default=0)
             for nbytes in (sizes[0], *[largest] * min(ROOMS, len(units) - 1)):
@@ -131,10 +135,19 @@ class Reductions:
             return
         at_once = AT_ONCE if len(units) == 1 else 1
         for dtype in dict.fromkeys(total.dtype for _, total, _ in taken):
-            while self.lifetime.cut and len(self._jobs) >= at_once:
-                self._finish_first()
             alike = [item for item in taken if item[1].dtype == dtype]
+            while len(self._jobs) >= at_once and self._is_bounded(alike):
+                self._finish_first()
             self._jobs.append(self._launch(alike, units))
+
+    def _is_bounded(self, taken: list[tuple[Gradients, Tensor, Tensor | None]]) -> bool:
+        """Return whether a reduction holds memory of its own, so that there may be but few at a time.
+
+        Where nothing is cut, cores of the host add gradients up where they lie, or give each bucket's memory back soon;
+        the host of a GPU would issue the whole backward, and hold all its gradients, before the first sum is done.
+        """
+        in_place = len(taken) == 1 and taken[0][1] is taken[0][0].accumulator
+        return self.lifetime.cut or (self._on_device and not in_place)
 
     def poll(self) -> None:
         """Advance what is under way without blocking."""
@@ -179,7 +192,7 @@ class Reductions:
         with comm.channel(2 * first.flat.number + 1, f"gradients of {first.flat.label}"):
             if self.lifetime.cut:
                 if into is None:
-                    into = torch.empty(total.numel() // comm.size, dtype=total.dtype)
+                    into = total.new_empty(total.numel() // comm.size)
                 work = reduce_scatter(total, comm, op=op, out=into, order="canonical", async_op=True)
             else:
                 into = total if into is None else into

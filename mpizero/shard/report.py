@@ -31,7 +31,10 @@ class MemoryReport:
     room: int
     """Bytes of shared memory in which this rank's gradients are collected for its peers to read; see `reductions`."""
     node_shared: bool
-    """Whether the node's ranks hold one copy of the full parameters together; each is charged its part of it."""
+    """Whether the node's ranks hold one copy of the full parameters together, as they can in host memory alone; each is
+    charged its part of it."""
+    device: str
+    """Where the model lies: "cpu", or "cuda:0" and the like."""
 
 
 def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
@@ -41,6 +44,7 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         model: a sharded model, outside forward and backward.
         optimizer: its optimizer, after the first step; None leaves its state out.
 
+    On a GPU these are bytes that torch's allocator has given out; what it holds back for later is not in them.
     A master copy apart from the working copy counts as optimizer state, as in the ZeRO paper.
     """
     runtime = runtime_of(model)
@@ -65,6 +69,7 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         unit_buffers=biggest,
         room=runtime.reductions.room_bytes,
         node_shared=runtime.lifetime.shared,
+        device=str(runtime.home.device),
     )
 
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mpizero.shard.exact import Course
     from mpizero.shard.flat import FlatParams
     from mpizero.shard.gradients import Gradients
+    from mpizero.shard.home import Home
     from mpizero.shard.policy import Lifetime, Overlap, Precision, Ranks
     from mpizero.shard.window import Window
 
@@ -56,6 +57,7 @@ class Runtime:
         ranks: Ranks,
         policy: tuple[Lifetime, Precision, Overlap],
         *,
+        home: Home,
         window: Window | None = None,
     ) -> None:
         """Install the hooks. Collective.
@@ -65,9 +67,11 @@ class Runtime:
             units: its units, the root first.
             ranks: who does what together.
             policy: what the user chose.
+            home: where the model lies.
             window: the node's shared memory, where the full parameters lie in it.
         """
         self.model, self.units, self.ranks, self.window = model, units, ranks, window
+        self.home = home
         self.flats = [flat for unit in units for flat in unit.flats]
         """All flat buffers, in the order of the units."""
         self.comm, self.replicas = ranks.everyone, ranks.replicas
@@ -86,7 +90,10 @@ class Runtime:
         self._calls: list[Call] = []
         """The forward calls that have begun and not ended, outermost first."""
         self.gathers = Gathers(overlap.prefetch, lambda unit: self.note("gather", unit), self._gathered)
-        self.reductions = Reductions(ranks, units, (self.lifetime, overlap), self._check_agreement, self.observe)
+        policies = self.lifetime, overlap
+        self.reductions = Reductions(
+            ranks, units, policies, self._check_agreement, self.observe, on_device=home.on_device
+        )
         self.trained = 0
         """A checksum of which parameters are trained, once that has changed."""
         self.backward = Backward(self, self.reductions)
@@ -226,6 +233,8 @@ class Runtime:
 
     def _forget_interrupted(self, entering: Unit | None = None) -> None:
         """Let go what calls have left that ended by what no hook hears of, such as KeyboardInterrupt."""
+        if not in_backward():
+            self.backward.give_up()
         if not self._calls or in_backward():
             return
         outermost = self._calls[0].unit

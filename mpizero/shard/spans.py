@@ -5,6 +5,10 @@ gather or a reduction, or in a meeting of all ranks. All other time of a step co
 in it (loading data too). Communication is the time in which a gather or a reduction was under way, or ranks met; what
 of it is not exposed is hidden behind compute. A wait that outlasts its collective is charged to communication all the
 same, so that the hidden share is, if anything, told too small.
+
+All times are the host's. On a GPU, forward, backward, step and compute are the time that the host takes to issue the
+work, not the device's to do it; a collective lasts from its issue until the host knows of its end, and a wait is one of
+the host. Whole steps are true as soon as the host has to wait for the device in each, as it does in reductions.
 """
 
 from __future__ import annotations

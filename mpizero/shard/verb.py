@@ -15,16 +15,17 @@ from mpizero.collectives.call import default_communicator
 from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
 from mpizero.settings import settings
 from mpizero.shard.agree import check_same
-from mpizero.shard.build import UnitRule, describe, make_units, plan_units, window_sizes
+from mpizero.shard.build import Plan, UnitRule, describe, make_units, plan_units, window_sizes
 from mpizero.shard.casting import cast_buffers, keep_modules
 from mpizero.shard.clipping import catch_torch_clipping
 from mpizero.shard.exact import Course, check_exact, check_exact_ranks
+from mpizero.shard.home import Home, home_of
 from mpizero.shard.meta import MetaModel
 from mpizero.shard.optimizers import install_step_hooks
 from mpizero.shard.policy import Overlap, Precision, Ranks, lifetime_of, parse_stage, ranks_of
 from mpizero.shard.runtime import Runtime, runtime_of
 from mpizero.shard.scaling import catch_torch_scaling
-from mpizero.shard.window import make_window
+from mpizero.shard.window import Window, make_window
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -60,8 +61,10 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
     every backward outside `no_sync`. All stages give the same bits.
 
     Args:
-        model: a module whose parameters are in host memory, or, all or some of them, on the meta device. The latter
-            get their values one unit at a time, from `materialize`: no rank holds more than its shards and a unit.
+        model: a module whose parameters are in host memory or all on one CUDA device, or, all or some of them, on the
+            meta device. The latter get their values one unit at a time, from `materialize`: no rank holds more than its
+            shards and a unit. They go where the model's other parameters are; a model that has none yet, where a buffer
+            is on a CUDA device, or else to torch's default device (`torch.set_default_device("cuda")`).
         comm: the ranks to train on; None means `mpizero.world()`. Models talk over a
             duplicate of it.
         stage: 0 replicates everything (plain data parallelism), 1 shards the optimizer's state, 2 gradients as well,
@@ -84,24 +87,28 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
         bucket_bytes: gradients of smaller units wait for each other until there are so many bytes, and are then reduced
             in one collective; the first unit of a backward goes alone. Changes no bits.
         node_shared: whether the ranks of a node hold one copy of the full parameters together, at stages 1 to 3, which
-            saves its gathers and (p-1)/p of its memory; possible where all ranks of a group are on one node and
-            /dev/shm has room. None shares where it is possible, True raises where it is not.
+            saves its gathers and (p-1)/p of its memory; possible in host memory alone, where all ranks of a group are
+            on one node and /dev/shm has room. None shares where it is possible, True raises where it is not.
         exact: whether the same bits are wanted on 1, 2, 4, 8, ... ranks for the same batches cut into the same M
             micro-batches, which `micro_batches` hands out (and without which backward raises). Gradients are sent in
             the master values' precision, 4 bytes per element in place of bf16's 2, and their partial sums are held, see
             `micro_batches`; clipping makes an exact sum of squares. Torch runs on one thread, unless OMP_NUM_THREADS
-            says otherwise: it must be the same wherever the same bits are wanted. Refuses modules that keep running
+            says otherwise: it must be the same wherever the same bits are wanted. On a GPU the computation has to give
+            equal bits by itself: `torch.use_deterministic_algorithms(True)`, with CUBLAS_WORKSPACE_CONFIG=:4096:8 in
+            the environment, and GPUs of one kind. Refuses modules that keep running
             statistics of their batches, trained `ignored_params`, and other numbers of ranks; False does none of this.
         materialize: called with each module that has parameters or buffers of its own on the meta device, once they
             have memory, to initialise these and not those of modules inside; None calls `module.reset_parameters()`.
             Tensors that have values keep them. It runs on rank 0, twice for each module: first in the model's order,
             which leads to the random numbers of a real build where modules were made in that order and do nothing
-            else in their constructors; a parameter that modules share gets the values of the first.
+            else in their constructors; a parameter that modules share gets the values of the first. A model that goes
+            to a GPU is initialised there.
 
     Raises:
-        ArgumentError: for an unknown stage, units that match nothing, a model that is sharded already, models or
-            options that differ between ranks, or what is on the meta device and never initialised; lists it.
-        ArgumentTypeError: for a model, or parameters, that cannot be sharded; names them.
+        ArgumentError: for an unknown stage, units that match nothing, a model that is sharded already or lies on
+            several devices, models or options that differ between ranks, or what is on the meta device and never
+            initialised; lists it.
+        ArgumentTypeError: for a model, or parameters, that cannot be sharded; names them. For a GPU without CuPy.
 
     Collective. Source: Rajbhandari et al., "ZeRO", 2020 (stages); Zhao et al., "PyTorch FSDP", 2023 (units, prefetch,
     hybrid sharding).
@@ -112,35 +119,43 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
     ignored = _ignored(model, ignored_params)
     grouped = plan_units(model, units, precision, {id(param) for _, param in ignored})
     comm = default_communicator(comm).private
+    others = [*model.buffers(), *(param for _, param in ignored)]
+    home = home_of(_members(grouped), others, alone=comm.size == 1)
     _set_threads(comm, exact=exact)
     install_step_hooks()
     course = Course(model, torch.get_num_threads()) if exact else None
     if comm.size > 1:
-        choices = [f"stage {stage}", str(precision), str(overlap), f"node_shared {node_shared}", f"exact {exact}"]
+        choices = [
+            f"model {'on a GPU' if home.on_device else 'in host memory'}",
+            f"stage {stage}",
+            str(precision),
+            str(overlap),
+            f"node_shared {node_shared}",
+            f"exact {exact}",
+        ]
         choices += [f"{course.threads} threads of torch", *course.lines] if course is not None else []
         check_same(comm, describe(grouped, model, choices))
     if course is not None:
         check_exact(model, precision, ignored)
-    meta = MetaModel(model, materialize)
+    meta = MetaModel(model, materialize, home.device)
     meta.prepare(comm, [param for _, param in ignored])
     if comm.size > 1:
         _broadcast([*model.buffers(), *(param.data for _, param in ignored)], comm)
     ranks, number = ranks_of(comm, number, group, hybrid=hybrid)
     if course is not None:
         check_exact_ranks(ranks)
-    _let_caller_drive(ranks)
+    _let_caller_drive(ranks, home)
     window = None
     if lifetime_of(number, ranks.group.size).cut and node_shared is not False:
-        window = make_window(ranks.group, window_sizes(grouped, ranks.group.size, precision))
-        _check_window(window, node_shared)
+        window = _window(ranks.group, window_sizes(grouped, ranks.group.size, precision), home, wanted=node_shared)
     lifetime = lifetime_of(number, ranks.group.size, shared=window is not None, exact=course)
     if lifetime.cut:
         catch_torch_clipping()
         catch_torch_scaling()
     cast_buffers(model, precision)
     keep_modules(model, precision)
-    made = make_units(grouped, ranks, lifetime, precision, window=window, meta=meta)
-    runtime = Runtime(model, made, ranks, (lifetime, precision, overlap), window=window)
+    made = make_units(grouped, ranks, lifetime, precision, home=home, window=window, meta=meta)
+    runtime = Runtime(model, made, ranks, (lifetime, precision, overlap), home=home, window=window)
     runtime.ignored = ignored
     for flat in runtime.flats:
         for param in flat.shards:
@@ -240,11 +255,20 @@ def _checked(model: Any, precision: Any) -> Precision:
     return precision
 
 
-def _let_caller_drive(ranks: Ranks) -> None:
-    """Have collectives that are loads and stores move between two computations, not beside them."""
+def _members(plan: Plan) -> list[tuple[str, Tensor]]:
+    """Return the parameters that will be sharded, by name."""
+    return [(member.names[0], member.original) for _, groups in plan.values() for group in groups for member in group]
+
+
+def _let_caller_drive(ranks: Ranks, home: Home) -> None:
+    """Have collectives that are loads and stores move between two computations, not beside them.
+
+    On a GPU the progress thread drives them: it only starts the device's work and waits for it, and the caller, who
+    computes on the device too, has time to spare.
+    """
     for one in {id(one): one for one in (ranks.group, ranks.everyone, ranks.replicas)}.values():
         if hasattr(one, "let_caller_drive"):
-            one.let_caller_drive(on=one.board is not None)
+            one.let_caller_drive(on=one.board is not None and not home.on_device)
 
 
 def _ignored(model: nn.Module, params: Iterable[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
@@ -257,11 +281,15 @@ def _ignored(model: nn.Module, params: Iterable[nn.Parameter]) -> list[tuple[str
     return found
 
 
-def _check_window(window: Any, node_shared: Any) -> None:
-    """Raise ArgumentError where parameters must be shared and cannot be."""
-    if window is None and node_shared:
+def _window(group: Any, sizes: list[int], home: Home, *, wanted: Any) -> Window | None:
+    """Return the node's shared memory, None where there is none; raise ArgumentError if it is wanted nevertheless."""
+    window = None if home.on_device else make_window(group, sizes)
+    if window is None and wanted:
         rule = "False or None where ranks of a group are on several nodes, or cannot share memory"
-        raise ArgumentError(must_be("node_shared", rule, node_shared))
+        if home.on_device:
+            rule = "False or None for a model on a GPU: only host memory is shared by ranks"
+        raise ArgumentError(must_be("node_shared", rule, wanted))
+    return window
 
 
 def _broadcast(tensors: list[Tensor], comm: Any) -> None:

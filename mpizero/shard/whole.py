@@ -157,20 +157,20 @@ def set_full_optimizer_state(
     kind = place.agree_on_state(WRITE + STATE, old, key, optimizer)
     if kind == ELEMENTS:
         if isinstance(value, int | float) and not place.slot.shape:
-            value = torch.tensor(float(value))
+            value = torch.full((), float(value), device="cpu")
         place.agree(WRITE + STATE, place.fits(value), value, key=key)
         old.copy_(place.cut(place.receive(value, old.dtype)))
         return
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     number = number if isinstance(number, int | float) else None
     place.agree(WRITE + STATE, MISSING if number is None else ALIKE, value, key=key)
-    told = torch.tensor([0.0 if number is None else number], dtype=torch.float64)
+    told = np.array([0.0 if number is None else number], np.float64)
     if place.runtime.comm.size > 1:
         broadcast(told, place.runtime.comm)
     if isinstance(old, Tensor):
-        old.fill_(told.item())
+        old.fill_(float(told[0]))
     else:
-        state[key] = type(old)(told.item())
+        state[key] = type(old)(float(told[0]))
 
 
 class _Place:
@@ -264,7 +264,7 @@ class _Place:
     def receive(self, value: Any, dtype: torch.dtype) -> Tensor:
         """Return rank 0's whole tensor."""
         comm = self.runtime.comm
-        whole = torch.empty(self.slot.shape, dtype=dtype)
+        whole = torch.empty(self.slot.shape, dtype=dtype, device=self.shard.device)
         if comm.rank == 0:
             whole.copy_(value.detach())
         if comm.size > 1 and whole.numel():

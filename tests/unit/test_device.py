@@ -7,6 +7,7 @@ import pytest
 
 import mpizero
 from mpizero.arrays import DeviceArray, gpus, parse_device
+from mpizero.arrays.runtime import Runtime
 from mpizero.collectives import call
 from mpizero.comm import run_loopback
 from mpizero.errors import ArgumentTypeError, DeviceError, DeviceMemoryError
@@ -100,6 +101,12 @@ def test_what_is_in_flight_is_kept(device):
     device.runtime.finish()
     device.keep(stream.record())
     assert device.runtime.allocated == before - 64
+    array = device.allocate(64)
+    event = stream.record()
+    device.keep(event, array)
+    del array
+    device.let_go(event)
+    assert device.runtime.allocated == before - 64
 
 
 def test_runs_of_memory(device):
@@ -142,3 +149,12 @@ def test_threads_that_play_ranks_have_no_device(device):
     torch = pytest.importorskip("torch")
     with pytest.raises(mpizero.ArgumentError, match=r"an mpizero.Communicator for arrays in GPU memory"):
         run_loopback(2, lambda comm: mpizero.all_reduce(torch.ones(3), comm))
+
+
+def test_cupy_has_the_functions_that_are_used():
+    """Without a GPU CuPy's runtime cannot be called, but its names are there to be looked up."""
+    runtime = pytest.importorskip("cupy.cuda.runtime")
+    names = [name for name in vars(Runtime) if not name.startswith("_")]
+    assert len(names) == 19
+    assert [name for name in names if not callable(getattr(runtime, name, None))] == []
+    assert [name for name in names if not callable(getattr(HostRuntime, name, None))] == []
