@@ -70,9 +70,10 @@ class Route:
     def case(self) -> Case:
         """Return what a choice depends on."""
         comm = self.comm
-        board = comm.board is not None
-        if self.device is not None and board:
-            board = self.comm.side(self.device).windows is not None  # made before anything is chosen
+        board, notes = comm.board is not None, comm.notes
+        if self.device is not None:
+            side = comm.side(self.device)  # made before anything is chosen
+            board, notes = side.windows is not None, side.notes
         return Case(
             size=comm.size,
             nbytes=self._known_bytes(),
@@ -84,7 +85,7 @@ class Route:
             native=comm.native is not None,
             board=board,
             nodes=comm.nodes,
-            notes=comm.notes,
+            notes=notes,
         )
 
     @property

@@ -68,6 +68,8 @@ class DeviceSide:
         self._heap: Heap | None = None
         self._wires: DeviceTransport | None = None
         self._ready: set[str] = set()
+        self.notes: dict[str, Any] = {key: comm.notes[key] for key in ("links",) if key in comm.notes}
+        """What algorithms are chosen by: the links, but no table of what was measured with host memory."""
         self._shared: list[Segment] = []
         self.plans: dict[Any, Any] = {}
         """What the floor above remembers of collectives on this device."""
