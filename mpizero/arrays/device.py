@@ -242,15 +242,15 @@ class Device:
             self.runtime.memcpyAsync(address_of(dst), address_of(src), src.nbytes, _ANY_DIRECTION, stream.handle)
 
     def keep(self, event: Event, *owners: Any) -> None:
-        """Keep objects alive until an event is done, or `let_go` is called with it."""
+        """Keep objects alive until an event is done, as found out by the next call of this or of `let_go`."""
+        with self._lock:
+            self._kept.append((event, owners))
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Forget what was kept until events that are done."""
         with self._lock:
             self._kept = [kept for kept in self._kept if not kept[0].done()]
-            self._kept.append((event, owners))
-
-    def let_go(self, event: Event) -> None:
-        """Forget what is kept until an event: the streams on which its memory will be used again wait for that."""
-        with self._lock:
-            self._kept = [kept for kept in self._kept if kept[0] is not event and not kept[0].done()]
 
     def __repr__(self) -> str:
         """Return its number."""

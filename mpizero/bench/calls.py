@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 import mpizero as mz
-from mpizero.arrays import borrow, dtype_named
+from mpizero.arrays import dtype_named
 from mpizero.bench.cases import NO_OP
-from mpizero.bench.data import Pattern, count_wrong, fill
+from mpizero.bench.data import Pattern
+from mpizero.bench.place import HostPlace
 from mpizero.collectives import OPERATIONS
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ class Arrays:
         return self.x if self.out is None else self.out
 
 
-def arrays_of(case: Case, comm: Any) -> Arrays:
+def arrays_of(case: Case, comm: Any, place: HostPlace | None = None) -> Arrays:
     """Return new arrays for a case, their contents undefined. Collective for symmetric ones.
 
     All-reduce, broadcast and reduce work in place, the others from one array into another.
@@ -46,10 +45,12 @@ def arrays_of(case: Case, comm: Any) -> Arrays:
     part = case.count // comm.size
     given = part if traits.input == "chunk" else case.count
     in_place = {traits.input, traits.output} <= {"whole", "root"}
-    x = _new(case, given, comm)
+    place = place or HostPlace()
+    x = place.new(case.dtype, given, comm, symmetric=case.buffer == "symmetric")
     if in_place:
         return Arrays(x=x, out=None)
-    return Arrays(x=x, out=_new(case, part if traits.output == "chunk" else case.count, comm))
+    taken = part if traits.output == "chunk" else case.count
+    return Arrays(x=x, out=place.new(case.dtype, taken, comm, symmetric=case.buffer == "symmetric"))
 
 
 def verb(case: Case, plan: Plan, arrays: Arrays, comm: Any) -> Callable[[], Any]:
@@ -76,11 +77,12 @@ def verb(case: Case, plan: Plan, arrays: Arrays, comm: Any) -> Callable[[], Any]
 class Job:
     """Be one case on this rank: rewrite the data, make the call, check the result."""
 
-    def __init__(self, case: Case, plan: Plan, arrays: Arrays, comm: Any) -> None:
-        """Bind the arrays; `call` is to be set to what is measured."""
+    def __init__(self, case: Case, plan: Plan, arrays: Arrays, comm: Any, *, place: HostPlace | None = None) -> None:
+        """Bind the arrays, which lie at `place`; `call` is to be set to what is measured."""
+        self.place = place or HostPlace()
         self.arrays, self.rank, self.root, self.count = arrays, comm.rank, plan.root, case.count
-        self.given = borrow(arrays.x, writable=True).view.data
-        self.result = borrow(arrays.result, "out", writable=True).view.data
+        self.given = self.place.elements(arrays.x)
+        self.result = self.place.elements(arrays.result)
         dtype = dtype_named(case.dtype)
         self.pattern = Pattern(case.operation, dtype, case.op, ranks=comm.size, seed=plan.seed)
         self.call: Callable[[], Any] = _unset
@@ -88,48 +90,30 @@ class Job:
     def rewrite(self, iteration: int) -> None:
         """Write the iteration's data into this rank's array."""
         # A rank's part is numbered from 0: its expectation at the receiver is too.
-        fill(self.given, self.pattern.given(self.rank, iteration, 0, len(self.given)))
+        self.place.fill(self.given, self.pattern.given(self.rank, iteration, 0, len(self.given)))
 
     def wrong(self, iteration: int) -> int:
         """Return how many elements of this rank's result are wrong."""
         expected = self.pattern.expected(self.rank, iteration, self.count, self.root)
-        return sum(count_wrong(self.result[part.start : part.stop], part.period) for part in expected)
+        return sum(self.place.count_wrong(self.result[part.start : part.stop], part.period) for part in expected)
 
 
 class CopyJob:
     """Be the memory limit on this rank: a copy of the case's bytes from one private array to another."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, place: HostPlace) -> None:
         """Make both arrays."""
-        self.source, self.target = np.zeros(case.nbytes, np.uint8), np.zeros(case.nbytes, np.uint8)
-        self.value = 0
-
-    def call(self) -> None:
-        """Copy."""
-        np.copyto(self.target, self.source)
+        self.source, self.call = place.copying(case.nbytes)
+        self.place = place
 
     def rewrite(self, iteration: int) -> None:
         """Rewrite the source, as a collective's data are."""
-        self.value = iteration % 251
-        self.source[:] = self.value
+        self.place.paint(self.source, iteration % 251)
 
     def wrong(self, iteration: int) -> int:
-        """Return 0; numpy's copies need no check."""
+        """Return 0; plain copies need no check."""
         _ = iteration
         return 0
-
-
-def _new(case: Case, count: int, comm: Any) -> Any:
-    kind: Any = case.dtype
-    if case.dtype == "bfloat16":
-        import torch
-
-        kind = torch.bfloat16
-        if case.buffer == "private":
-            return torch.empty(count, dtype=kind)
-    if case.buffer == "symmetric":
-        return mz.empty((count,), kind, comm)
-    return np.empty(count, kind)
 
 
 def _unset() -> None:

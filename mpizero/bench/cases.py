@@ -7,15 +7,31 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 from mpizero.arrays import dtype_named
 from mpizero.collectives import OPERATIONS
+from mpizero.collectives.registry import LOADS, NATIVE
+from mpizero.settings import DEVICE_WIRES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["COPY", "LIMIT_FROM", "NO_OP", "PEERS", "Case", "Plan", "cases_of", "shuffled"]
+__all__ = [
+    "COPIES",
+    "COPY",
+    "CPU",
+    "DEVICES",
+    "LIMIT_FROM",
+    "NO_OP",
+    "PEERS",
+    "Case",
+    "Plan",
+    "cases_of",
+    "shuffled",
+    "wires_of",
+]
 
 COPY = "copy"
 """The name under which the memory limit is measured: every rank copies S bytes at the same time."""
@@ -25,6 +41,11 @@ NO_OP = "none"
 """What stands for the reduction of an operation that reduces nothing."""
 PEERS = ("gloo", "mpi4py")
 """What may be measured beside mpizero in the same run."""
+CPU = "cpu"
+DEVICES = (CPU, "cuda", "stand-in")
+"""Where buffers may lie. The stand-in is a GPU that the host plays: its figures mean nothing, its results do."""
+COPIES = "copies"
+"""The wire of a peer on device memory: all bytes copied to the host, its own collective there, all copied back."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +63,12 @@ class Plan:
     every: bool = False
     """Whether `algorithms` came from the word `all`: those that cannot do a case are then left out of it."""
     buffers: tuple[str, ...] = ("private",)
+    device: str = CPU
+    """One of DEVICES."""
+    wires: tuple[str, ...] = ("",)
+    """For device memory, out of `settings.DEVICE_WIRES`; ("",) for host memory."""
+    every_wire: bool = False
+    """Whether `wires` came from the word `all`: those that there are not are then left out."""
     order: str = "any"
     prepared: bool = False
     """Whether each case of mpizero's is measured as a prepared collective too."""
@@ -66,6 +93,8 @@ class Case:
     """An algorithm of the operation, one of PEERS, or COPY."""
     buffer: str
     """`private`, `symmetric`."""
+    wire: str = ""
+    """How device memory gets from rank to rank; "" for host memory."""
     prepared: bool
     dtype: str
     op: str
@@ -110,11 +139,21 @@ def shuffled(cases: list[Case], seed: int) -> list[Case]:
 
 def _ways(plan: Plan, case: Case) -> Iterator[Case]:
     for algorithm in plan.algorithms:
-        for buffer in plan.buffers:
+        for wire, buffer in product(wires_of(plan, algorithm), plan.buffers):
             for prepared in (False, True) if plan.prepared else (False,):
-                yield replace(case, algorithm=algorithm, buffer=buffer, prepared=prepared)
+                yield replace(case, algorithm=algorithm, buffer=buffer, prepared=prepared, wire=wire)
     for peer in plan.versus:
-        yield replace(case, algorithm=peer)
+        yield replace(case, algorithm=peer, wire="" if plan.device == CPU else COPIES)
+
+
+def wires_of(plan: Plan, algorithm: str) -> tuple[str, ...]:
+    """Return the plan's wires that an algorithm can take; the MPI library's own is always staged on device memory."""
+    if plan.device == CPU:
+        return ("",)
+    if algorithm == NATIVE:
+        return ("staged",)
+    fit = {"auto": DEVICE_WIRES, LOADS: ("auto", "loads")}.get(algorithm, ("auto", "messages", "staged"))
+    return tuple(wire for wire in plan.wires if wire in fit)
 
 
 def _rounded(operation: str, count: int, ranks: int) -> int:

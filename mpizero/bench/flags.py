@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from mpizero.arrays import DTYPES, dtype_named
-from mpizero.bench.cases import NO_OP, PEERS, Plan
+from mpizero.bench.cases import CPU, DEVICES, NO_OP, PEERS, Plan, wires_of
 from mpizero.collectives import OPERATIONS
 from mpizero.collectives.call import check_reduction
 from mpizero.collectives.registry import names_of
 from mpizero.comm.describe import launcher_rank
 from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
+from mpizero.settings import DEVICE_WIRES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,6 +79,9 @@ def parse_plan(operation: str, argv: Sequence[str]) -> Plan:
         algorithms=_algorithms(options.algorithm, tuple(known)),
         every=every,
         buffers=_words("--buffer", options.buffer, BUFFERS),
+        device=_words("-D", options.device, DEVICES, single=True)[0],
+        wires=_wires(options),
+        every_wire=options.wire == ALL,
         order=_words("--order", options.order, ORDERS, single=True)[0],
         prepared=options.prepared,
         versus=_words("--versus", options.versus, PEERS) if options.versus is not None else (),
@@ -162,6 +166,10 @@ def _parser(operation: str) -> argparse.ArgumentParser:
     ways = f"of {names}; or all, or none but --versus (default: %(default)s)"
     add("--algorithm", metavar="A,...", default="auto", help=ways)
     add("--buffer", metavar="B,...", default="private", help="private, symmetric (default: %(default)s)")
+    where = "cpu, cuda, or stand-in, a GPU that the host plays, for tests (default: %(default)s)"
+    add("-D", "--device", metavar="DEVICE", default=CPU, help=f"where buffers lie: {where}")
+    wires = f"of {', '.join(DEVICE_WIRES)}; or all that there are (default: auto)"
+    add("--wire", metavar="W,...", help=f"with -D cuda, how device memory gets from rank to rank: {wires}")
     add("--order", metavar="ORDER", default="any", help="of summation: any or canonical (default: %(default)s)")
     add("--prepared", action="store_true", help="measure each case as a prepared collective too (+prepared)")
     add("--versus", metavar="PEER,...", help="measure gloo, mpi4py or both in the same run")
@@ -178,12 +186,30 @@ def _check_together(plan: Plan) -> None:
         for op in plan.ops:
             if op != NO_OP:
                 _check_reduction(plan, dtype, op)
-    for need, who in (("bfloat16" in plan.dtypes, "-d bfloat16"), ("gloo" in plan.versus, "--versus gloo")):
+    needs = {
+        "-d bfloat16": "bfloat16" in plan.dtypes,
+        "--versus gloo": "gloo" in plan.versus,
+        f"-D {plan.device}": plan.device != CPU,
+    }
+    for who, need in needs.items():
         if need and importlib.util.find_spec("torch") is None:
             raise ArgumentError(must_be(who, "used where torch is", "no torch", "pip install 'mpizero[torch]'"))
+    _check_device(plan)
     for flag, path in (("--json", plan.json), ("--csv", plan.csv)):
         if path is not None and not Path(path).resolve().parent.is_dir():
             raise ArgumentError(must_be(flag, "a file in a folder that exists", path))
+
+
+def _check_device(plan: Plan) -> None:
+    """Check what goes together on a device."""
+    if plan.device == CPU:
+        return
+    if "gloo" in plan.versus:
+        raise ArgumentError(must_be("--versus", f"mpi4py with -D {plan.device}", "gloo"))
+    for algorithm in () if plan.every else plan.algorithms:
+        if not wires_of(plan, algorithm):
+            rule = f"one that takes --wire {','.join(plan.wires)}"
+            raise ArgumentError(must_be("--algorithm", rule, algorithm, "auto takes every wire"))
 
 
 def _check_reduction(plan: Plan, dtype: str, op: str) -> None:
@@ -201,6 +227,17 @@ def _algorithms(text: str, known: tuple[str, ...]) -> tuple[str, ...]:
     if text == NONE:
         return ()
     return known if text == ALL else _words("--algorithm", text, known)
+
+
+def _wires(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the wires of a list, in which the word `all` stands alone; ("",) for host memory."""
+    if options.device == CPU:
+        if options.wire is not None:
+            raise ArgumentError(must_be("--wire", "given with -D cuda", options.wire, "host memory has no choice"))
+        return ("",)
+    if options.wire == ALL:
+        return tuple(wire for wire in DEVICE_WIRES if wire != "auto")
+    return _words("--wire", options.wire or "auto", DEVICE_WIRES)
 
 
 def _words(flag: str, text: str, known: tuple[str, ...], *, single: bool = False) -> tuple[str, ...]:

@@ -91,16 +91,21 @@ def _matplotlib() -> Any:
 
 
 Key = tuple[str, str, bool]
-"""Algorithm, buffer, whether prepared."""
+"""Algorithm, with the wire of device memory behind it, buffer, whether prepared."""
 Series = dict[Key, list[dict[str, Any]]]
 
 
 def _series(rows: tuple[dict[str, Any], ...]) -> Series:
     found: Series = {}
     for row in sorted(rows, key=lambda row: row["nbytes"]):
-        found.setdefault((row["algorithm"], row["buffer"], row["prepared"]), []).append(row)
-    order = {key: place for place, key in enumerate((r["algorithm"], r["buffer"], r["prepared"]) for r in rows)}
+        found.setdefault(_key(row), []).append(row)
+    order = {key: place for place, key in enumerate(map(_key, rows))}
     return dict(sorted(found.items(), key=lambda item: order[item[0]]))
+
+
+def _key(row: dict[str, Any]) -> Key:
+    name, wire = row["algorithm"], row.get("wire", "")
+    return (f"{name}@{wire}" if wire and name not in FIXED else name, row["buffer"], row["prepared"])
 
 
 def _styles(series: Series) -> dict[Key, dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from mpizero.bench.cases import NO_OP
+from mpizero.bench.cases import CPU, NO_OP
 from mpizero.tables import aligned
 
 if TYPE_CHECKING:
@@ -32,8 +32,9 @@ def report(results: dict[str, Any], rows: list[Row]) -> str:
 
 
 def label(row: Row) -> str:
-    """Return the algorithm's name, with a mark where the call was prepared."""
-    return f"{row.algorithm}+prepared" if row.prepared else row.algorithm
+    """Return the algorithm's name, the wire of device memory, and a mark where the call was prepared."""
+    name = f"{row.algorithm}@{row.wire}" if row.wire else row.algorithm
+    return f"{name}+prepared" if row.prepared else name
 
 
 def _heading(results: dict[str, Any]) -> list[str]:
@@ -46,8 +47,19 @@ def _heading(results: dict[str, Any]) -> list[str]:
         f"machine: {machine['cores']} cores, {machine['processor']}  date {results['date']}",
         f"warm-up {results['warm_up']}  seed {results['seed']}  root {results['root']}",
         "time: median over the iterations of the slowest rank's time; min and p99 over the same",
+        *_of_device(results),
     ]
     return lines + _left_out(results["left_out"])
+
+
+def _of_device(results: dict[str, Any]) -> list[str]:
+    """Return what there is to say of where the buffers lay; nothing for host memory."""
+    if results.get("device", CPU) == CPU:
+        return []
+    names = ", ".join(f"{results['gpus'].count(name)} x {name}" for name in dict.fromkeys(results["gpus"]))
+    notes = {"cuda": names, "stand-in": "a GPU that the host plays: times and speeds mean nothing"}
+    lines = [f"device: {results['device']}, {notes[results['device']]}"]
+    return [*lines, "time includes the device's completion; algorithm@wire, copies: all to the host and back"]
 
 
 def _left_out(reasons: dict[str, str]) -> list[str]:

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpizero import __version__
+from mpizero.bench.cases import CPU
 from mpizero.bench.summary import Summary, summarise
 from mpizero.bench.timing import bus_bandwidth
 from mpizero.comm.describe import describe, machine
+from mpizero.comm.gpus import find_gpus
 from mpizero.comm.launch import cores
 from mpizero.errors import ArgumentError, must_be
 
@@ -52,9 +54,13 @@ class Row:
     """Wrong elements in all; None where they were not checked."""
     limit_GBs: float | None = None  # noqa: N815
     """Bus bandwidth of a collective that takes as long as all ranks do to copy its bytes; None where not measured."""
+    device: str = CPU
+    """Where the buffers lay."""
+    wire: str = ""
+    """How device memory got from rank to rank; "" for host memory."""
 
 
-def row_of(case: Case, measured: Measured, *, order: str, ranks: int) -> Row:
+def row_of(case: Case, measured: Measured, *, order: str, ranks: int, device: str = CPU) -> Row:
     """Return a case's figures.
 
     Args:
@@ -62,6 +68,7 @@ def row_of(case: Case, measured: Measured, *, order: str, ranks: int) -> Row:
         measured: its times and errors.
         order: the order of summation that was asked for.
         ranks: number of ranks.
+        device: where the buffers lay.
     """
     found: Summary = summarise(measured.times)
     return Row(
@@ -81,6 +88,8 @@ def row_of(case: Case, measured: Measured, *, order: str, ranks: int) -> Row:
         algbw_GBs=case.nbytes / found.median / 1e9,
         busbw_GBs=bus_bandwidth(case.operation, case.nbytes, found.median, ranks),
         wrong=measured.wrong,
+        device=device,
+        wire=case.wire,
     )
 
 
@@ -109,6 +118,8 @@ def results_of(plan: Plan, hosts: tuple[str, ...], rows: list[Row], left_out: di
             "mpi": f"{mpi.name} {mpi.version}",
         },
         "ranks": len(hosts),
+        "device": plan.device,
+        "gpus": [gpu.name for gpu in find_gpus()[0]] if plan.device == "cuda" else [],
         "nodes": len(names),
         "per_node": [hosts.count(name) for name in names],
         "seed": plan.seed,
@@ -151,6 +162,9 @@ def read_results(path: Path) -> dict[str, Any]:
         raise ArgumentError(must_be(str(path), rule, version, "measure again with this mpizero"))
     needed = {field.name for field in fields(Row)}
     for row in found["rows"]:
+        if isinstance(row, dict):  # files from before there were devices
+            row.setdefault("device", CPU)
+            row.setdefault("wire", "")
         if missing := needed - set(row):
             raise ArgumentError(must_be(str(path), "rows with all their keys", f"one without {sorted(missing)}"))
     return found

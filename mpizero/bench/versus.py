@@ -6,7 +6,6 @@ import socket
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mpizero.arrays import borrow
 from mpizero.comm.raw import mpi
 from mpizero.errors import MpiZeroError
 
@@ -15,31 +14,49 @@ if TYPE_CHECKING:
 
     from mpizero.bench.calls import Arrays
     from mpizero.bench.cases import Case, Plan
+    from mpizero.bench.place import HostPlace
 
 __all__ = ["Gloo", "Mpi4py", "open_peers"]
 
 
-def open_peers(plan: Plan, comm: Any) -> dict[str, Gloo | Mpi4py]:
+def open_peers(plan: Plan, comm: Any, place: HostPlace) -> dict[str, Gloo | Mpi4py]:
     """Return the peers that the plan asks for, by name. Collective.
+
+    Args:
+        plan: the plan.
+        comm: the ranks.
+        place: where the buffers lie.
 
     Raises:
         MpiZeroError: on all ranks, where torch's gloo could not be loaded on any of them.
     """
-    makers: dict[str, Callable[[Any], Gloo | Mpi4py]] = {"gloo": Gloo, "mpi4py": Mpi4py}
-    return {name: makers[name](comm) for name in plan.versus}
+    makers: dict[str, Callable[[], Gloo | Mpi4py]] = {"gloo": lambda: Gloo(comm), "mpi4py": lambda: Mpi4py(comm, place)}
+    return {name: makers[name]() for name in plan.versus}
 
 
 class Mpi4py:
     """Call mpi4py's blocking collectives, as a program without mpizero would."""
 
-    def __init__(self, comm: Any) -> None:
-        """Use the ranks of `comm`, an mpizero communicator."""
-        self.mpi, self.comm = mpi(), comm.mpi
+    def __init__(self, comm: Any, place: HostPlace) -> None:
+        """Use the ranks of `comm`, an mpizero communicator, for arrays at `place`."""
+        self.mpi, self.comm, self.place = mpi(), comm.mpi, place
 
     def call(self, case: Case, plan: Plan, arrays: Arrays) -> Callable[[], Any]:
-        """Return the collective on the arrays as a function of no arguments."""
-        x = borrow(arrays.x, writable=True).view.data
-        out = None if arrays.out is None else borrow(arrays.out, writable=True).view.data
+        """Return the collective on the arrays as a function of no arguments.
+
+        On device memory all bytes are copied to page-locked host memory first, and the result's back behind it.
+        """
+        x, out, before, after = self.place.on_host(arrays.x, arrays.out)
+        inner = self._inner(case, plan, x, out)
+
+        def call() -> None:
+            before()
+            inner()
+            after()
+
+        return inner if before is after else call
+
+    def _inner(self, case: Case, plan: Plan, x: Any, out: Any) -> Callable[[], Any]:
         op = getattr(self.mpi, case.op.upper(), None)
         in_place = self.mpi.IN_PLACE
         is_root = self.comm.rank == plan.root

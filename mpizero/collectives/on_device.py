@@ -47,6 +47,7 @@ class Fence:
 
     def __init__(self, device: Device, arrays: Sequence[Borrowed | None]) -> None:
         """Mark what the caller's streams have been given so far."""
+        device.let_go()
         self.device = device
         self.arrays = [array for array in arrays if array is not None]
         self.before: list[Event] = [stream.record() for stream in device.users_streams()]
@@ -63,7 +64,7 @@ class Fence:
         self.device.keep(self._after, *self.arrays)
 
     def join(self) -> None:
-        """Put the caller's streams behind the collective, and packed results back; the arrays are the caller's then."""
+        """Put the caller's streams behind the collective, and packed results back."""
         arrays, self.arrays = self.arrays, []
         if self._after is not None:
             with self.device.current():  # number 0 means a stream of the current device
@@ -71,8 +72,6 @@ class Fence:
                     stream.wait(self._after)
         for array in arrays:
             array.give_back()
-        if self._after is not None:
-            self.device.let_go(self._after)
 
 
 def ready_side(route: Route) -> DeviceSide:

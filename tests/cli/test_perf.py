@@ -93,6 +93,43 @@ def test_gloo_in_the_same_run():
     assert "Warning" not in done.stderr
 
 
+def test_device_buffers_over_each_wire(tmp_path):
+    """On a GPU that the host plays, with wires side by side in one run, and what there is not left out."""
+    pytest.importorskip("torch")
+    path = tmp_path / "r.json"
+    words = "-D stand-in --wire all --algorithm auto,native --versus mpi4py --buffer private,symmetric -b 64 -e 64K"
+    done = perf(2, "reduce_scatter", *words.split(), "-f", "1024", *SMALL, "--json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    ways = ["auto@loads", "auto@loads", "auto@staged", "auto@staged", "native@staged", "native@staged", "mpi4py@copies"]
+    assert [row[4] for row in table(done)] == ways * 2
+    assert all(row[-1] == "0" for row in table(done))
+    assert done.stdout.count("# left out: @messages (stand-in): MPI is not known to take GPU memory") == 1
+    assert done.stdout.count("# device: stand-in, a GPU that the host plays: times and speeds mean nothing") == 1
+    found = read_results(path)
+    assert found["device"] == "stand-in"
+    assert {row["wire"] for row in found["rows"]} == {"loads", "staged", "copies"}
+
+
+def test_a_device_that_is_not_waited_for_gives_wrong_results(other_job):
+    pytest.importorskip("torch")
+    body = """
+        from mpizero.bench.place import DevicePlace
+
+        DevicePlace.settled = lambda self, call: call
+    """
+    words = "-D stand-in --wire staged -b 64K -e 64K -n 10"
+    done = other_job(2, body, *words.split())
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert int(table(done)[0][-1]) > 0
+
+
+def test_a_wire_that_there_is_not(tmp_path):
+    pytest.importorskip("torch")
+    done = perf(2, "all_reduce", "-D", "stand-in", "--wire", "messages", "-b", "64", "-e", "64", *SMALL)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.count("--wire must be one that there is here (got 'messages'): MPI is not known") == 1
+
+
 def test_gloo_that_one_rank_lacks_ends_all(other_job):
     pytest.importorskip("torch")
     done = other_job(

@@ -99,13 +99,7 @@ def test_what_is_in_flight_is_kept(device):
     del array
     assert device.runtime.allocated == before
     device.runtime.finish()
-    device.keep(stream.record())
-    assert device.runtime.allocated == before - 64
-    array = device.allocate(64)
-    event = stream.record()
-    device.keep(event, array)
-    del array
-    device.let_go(event)
+    device.let_go()
     assert device.runtime.allocated == before - 64
 
 
