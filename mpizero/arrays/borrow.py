@@ -57,7 +57,8 @@ class Borrowed:
             if _is_torch(self.array):
                 self.array.detach().copy_(self.dense.view(shape))
             else:
-                self.array[...] = self.dense.reshape(shape)
+                with self.array.device:
+                    self.array[...] = self.dense.reshape(shape)
             return
         data = self.view.data.reshape(tuple(self.array.shape))
         if not _is_torch(self.array):
@@ -130,7 +131,10 @@ def new_like(x: Any, shape: tuple[int, ...]) -> Any:
     """Return an uninitialised C-ordered array of `x`'s library and dtype with the given shape."""
     if _is_torch(x):
         return x.detach().new_empty(shape)
-    return sys.modules["cupy"].empty(shape, x.dtype) if is_cupy(x) else np.empty(shape, x.dtype)
+    if not is_cupy(x):
+        return np.empty(shape, x.dtype)
+    with x.device:
+        return sys.modules["cupy"].empty(shape, x.dtype)
 
 
 def check_no_partial_overlap(x: Any, out: Any) -> bool:
@@ -179,7 +183,8 @@ def _borrow_cupy(x: Any, what: str, *, writable: bool) -> Borrowed:
     if writable and _overlaps_itself(x.shape, x.strides, x.itemsize):
         raise ArgumentError(must_be(what, "free of elements that share memory", f"strides {x.strides}", "pass a copy"))
     contiguous = bool(x.flags.c_contiguous)
-    dense = x if contiguous else sys.modules["cupy"].ascontiguousarray(x)
+    with x.device:
+        dense = x if contiguous else sys.modules["cupy"].ascontiguousarray(x)
     data = DeviceArray(device_of(x), dense.data.ptr, dense.size, dtype.storage, dense)
     return Borrowed(x, View(data, dtype), packed=not contiguous and writable, dense=dense)
 

@@ -20,6 +20,7 @@ of streams. So, everywhere in mpizero:
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from contextlib import contextmanager
@@ -98,6 +99,15 @@ class Stream:
         self._runtime.streamWaitEvent(self.handle, event.handle)
 
 
+def empty_pools() -> None:
+    """Have torch and CuPy give back the device memory that they keep for later, those of them that are loaded."""
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    if cupy is not None:
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
 class _Allocation:
     """Own device memory; freed when the last array of it is dropped."""
 
@@ -119,21 +129,25 @@ class _Pinned:
 class Device:
     """Be one GPU as seen by this process."""
 
-    def __init__(
-        self, runtime: Runtime, kernels: Kernels, number: int, *, users: Callable[[int], Sequence[int]]
-    ) -> None:
+    def __init__(self, runtime: Runtime, kernels: Kernels, number: int, *, users: Callable[..., Sequence[int]]) -> None:
         """Use a device.
 
         Args:
             runtime: `cupy.cuda.runtime`, or what stands in for it.
             kernels: the arithmetic.
             number: the device's index among those that this process sees.
-            users: gives the handles of the streams that the caller's libraries use now on the device of a number.
+            users: gives the handles of the streams that the caller's libraries use now on the device of a number; told
+                by `cupys` whether CuPy arrays are concerned.
         """
         self.runtime, self.kernels, self.number = runtime, kernels, number
         self._users = users
         self._kept: list[tuple[Event, Any]] = []
         self._lock = threading.Lock()
+
+    def memory(self) -> int:
+        """Return the bytes of memory that the device has in all."""
+        self.use()
+        return int(self.runtime.memGetInfo()[1])
 
     def use(self) -> None:
         """Make it this thread's current device, for a thread that is the library's own."""
@@ -143,6 +157,9 @@ class Device:
     def current(self) -> Iterator[None]:
         """Make it the caller's current device inside the `with` block, and then the one before."""
         before = self.runtime.getDevice()
+        if before == self.number:  # to set it would make a context on it, were there none
+            yield
+            return
         self.runtime.setDevice(self.number)
         try:
             yield
@@ -157,13 +174,31 @@ class Device:
         """
         self.use()
         try:
-            address = self.runtime.malloc(max(nbytes, 1))
+            address = self._malloc(max(nbytes, 1))
         except Exception as error:
             if getattr(error, "status", None) != _OUT_OF_MEMORY:
                 raise
-            text = f"GPU {self.number} must have {nbytes:,} bytes free for collectives (got too few): "
-            raise DeviceMemoryError(f"{text}free tensors, or call torch.cuda.empty_cache()") from error
-        return DeviceArray(self, address, nbytes, np.uint8, _Allocation(self.runtime.free, address))
+            text = f"GPU {self.number} must have {nbytes:,} bytes free for collectives (got too few): free tensors"
+            raise DeviceMemoryError(text) from error
+        return DeviceArray(self, address, nbytes, np.uint8, _Allocation(self._free, address))
+
+    def _malloc(self, nbytes: int) -> int:
+        """Allocate, if need be with what the caller's libraries keep for later given back."""
+        try:
+            return self.runtime.malloc(nbytes)
+        except Exception as error:
+            if getattr(error, "status", None) != _OUT_OF_MEMORY:
+                raise
+            empty_pools()
+            return self.runtime.malloc(nbytes)
+
+    def _free(self, address: int) -> None:
+        with self.current():
+            self.runtime.free(address)
+
+    def _close(self, address: int) -> None:
+        with self.current():
+            self.runtime.ipcCloseMemHandle(address)
 
     def pinned(self, nbytes: int) -> np.ndarray[Any, Any]:
         """Return uninitialised bytes of page-locked host memory, which copies reach at full speed.
@@ -189,7 +224,10 @@ class Device:
             self.runtime.hostRegister(address, memory.nbytes, _PORTABLE)
         except Exception:  # noqa: BLE001  (CuPy's error class cannot be named without CuPy; unpinned memory works too)
             return False
-        weakref.finalize(memory, self.runtime.hostUnregister, address).atexit = False
+        owner = memory  # views keep that alive, and not the array between
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        weakref.finalize(owner, self.runtime.hostUnregister, address).atexit = False
         return True
 
     def share(self, array: DeviceArray) -> bytes:
@@ -215,7 +253,7 @@ class Device:
             address = self.runtime.ipcOpenMemHandle(handle)
         except Exception as error:
             raise self._refused(error) from error
-        return DeviceArray(self, address, nbytes, np.uint8, _Allocation(self.runtime.ipcCloseMemHandle, address))
+        return DeviceArray(self, address, nbytes, np.uint8, _Allocation(self._close, address))
 
     def _refused(self, error: Exception) -> DeviceError:
         rule = "open to the other processes of the host by CUDA IPC"
@@ -226,9 +264,13 @@ class Device:
         self.use()
         return Stream(self.runtime, self.runtime.streamCreateWithFlags(_NON_BLOCKING))
 
-    def users_streams(self) -> list[Stream]:
-        """Return the streams that the calling thread's libraries use now: torch's current one and CuPy's."""
-        return [Stream(self.runtime, handle) for handle in dict.fromkeys(self._users(self.number))]
+    def users_streams(self, *, cupys: bool = False) -> list[Stream]:
+        """Return the streams that the calling thread's libraries use now: torch's current one and CuPy's.
+
+        CuPy's default stream is one of them if `cupys`, that is, if CuPy arrays are concerned.
+        """
+        handles = dict.fromkeys(self._users(self.number, cupys=cupys))
+        return [Stream(self.runtime, handle) for handle in handles]
 
     def copy(self, dst: Any, src: Any, stream: Stream) -> None:
         """Start a copy of bytes between device memory and page-locked host memory, or within either.
@@ -250,7 +292,9 @@ class Device:
     def let_go(self) -> None:
         """Forget what was kept until events that are done."""
         with self._lock:
-            self._kept = [kept for kept in self._kept if not kept[0].done()]
+            over = [kept for kept in self._kept if kept[0].done()]
+            self._kept = [kept for kept in self._kept if not any(kept is each for each in over)]
+        over.clear()  # here, since what goes with it may free memory, and take its time
 
     def __repr__(self) -> str:
         """Return its number."""

@@ -102,12 +102,14 @@ def _runtime(number: int) -> Any:
         raise ArgumentTypeError(must_be("x", rule, f"an array of GPU {number}", remedy)) from error
 
 
-def _users_streams(number: int) -> list[int]:
+def _users_streams(number: int, *, cupys: bool) -> list[int]:
     """Return the handles of the current streams of torch and CuPy, of those that are loaded."""
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     streams = []
     if torch is not None and torch.cuda.is_initialized():
         streams.append(int(torch.cuda.current_stream(number).cuda_stream))
     if cupy is not None:
-        streams.append(int(cupy.cuda.get_current_stream(number).ptr))
+        stream = int(cupy.cuda.get_current_stream(number).ptr)
+        if stream or cupys or not streams:  # CuPy is loaded to drive the device: its default stream may say nothing
+            streams.append(stream)
     return streams

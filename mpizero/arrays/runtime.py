@@ -26,6 +26,10 @@ class Runtime(Protocol):
         """Return the number of the calling thread's current device."""
         ...
 
+    def memGetInfo(self) -> tuple[int, int]:  # noqa: N802
+        """Return the free and all bytes of the current device's memory."""
+        ...
+
     def malloc(self, size: int) -> int:
         """Return the address of `size` bytes of device memory."""
         ...

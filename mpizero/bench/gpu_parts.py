@@ -83,7 +83,10 @@ def parts_of(*, stand_in: bool) -> list[Part]:
     mark = ("--stand-in",) if stand_in else ()
     figures, training = ("-m", "mpizero.bench.gpu_figures", *mark), ("-m", "mpizero.bench.gpu_training", *mark)
     tests, perf = _contracts(stand_in=stand_in), _perf("all", stand_in=stand_in)
-    found = [Part(name="contracts", ranks=ranks, program=tests, seconds=50) for ranks in (1, 2, 4)]
+    found = [
+        Part(name="contracts", ranks=ranks, program=tests, seconds=seconds)
+        for ranks, seconds in ((1, 64), (2, 46), (4, 46))
+    ]
     if SHARDING.exists():
         found.append(Part(name="sharding", ranks=2, program=(*_pytest(), str(SHARDING)), seconds=40))
     found += [Part(name="microbenchmarks", ranks=ranks, program=perf, seconds=22, writes=True) for ranks in (2, 4)]

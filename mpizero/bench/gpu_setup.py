@@ -116,7 +116,9 @@ def make_environment(wheels: Sequence[Path]) -> tuple[Path, str]:
     venv.create(place, with_pip=False, symlinks=True, system_site_packages=True)
     python = str(place / "bin" / "python")
     folders = [*site.getsitepackages(), *(entry for entry in sys.path if entry.endswith("-packages"))]
-    line = "import site; " + "; ".join(f"site.addsitedir({folder!r})" for folder in dict.fromkeys(folders))
+    line = f"import site; site.PREFIXES.append({sys.prefix!r}); " + "; ".join(
+        f"site.addsitedir({folder!r})" for folder in dict.fromkeys(folders)
+    )
     (next(place.glob("lib/python*/site-packages")) / "outer.pth").write_text(f"{line}\n")
     command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps",
                "--ignore-installed", "--no-compile", "--no-cache-dir", *map(str, wheels)]  # fmt: skip

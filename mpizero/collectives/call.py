@@ -30,6 +30,7 @@ from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from mpizero.arrays import Stream
     from mpizero.typing import CommunicatorLike, Wait
 
 __all__ = ["Call", "check_reduction", "default_communicator", "offsets_of"]
@@ -182,7 +183,10 @@ class Call:
         assert route.device is not None  # noqa: S101
         name = self.operation.name
         fence = Fence(route.device, (self.x, self.out))
-        steps = iter(()) if plan is None else fence.around(ready_side(route), plan.steps(*self.views()))
+        steps: Iterator[Wait] = iter(())
+        if plan is not None:
+            streams: list[Stream] = plan.streams  # type: ignore[attr-defined]  # plans on a device have them
+            steps = fence.around(ready_side(route), streams, plan.steps(*self.views()))
         if async_op:
             return self.comm.submit(name, steps, result, fence.join)
         self.comm.perform(name, steps)

@@ -25,7 +25,7 @@ from mpizero.collectives.buffers import Square
 from mpizero.collectives.loads import tasks
 from mpizero.collectives.registry import OPERATIONS
 from mpizero.collectives.schedule import even_offsets
-from mpizero.comm import WINDOW, device_mappings
+from mpizero.comm import device_mappings
 from mpizero.comm.waiting import drive
 
 if TYPE_CHECKING:
@@ -65,6 +65,8 @@ class DeviceLoads:
         self.rank, self.size = side.comm.rank, side.comm.size
         self.board: Board = side.comm.board
         self.stats = side.comm.transport.stats
+        self.streams = [side.stream]
+        """The streams on which it works."""
         self.is_root = not self.traits.rooted or self.rank == meeting.root
 
     def steps(self, source: View, output: View) -> Iterator[Wait]:
@@ -195,7 +197,7 @@ class DeviceLoads:
 
     def _pieces(self, source: View, output: View, longest: int) -> list[_Piece]:
         """Cut the collective in pieces that fit in half a window; equally many on all ranks."""
-        room = WINDOW // self.dtype.itemsize
+        room = self.side.window // self.dtype.itemsize
         if self.traits.input in {"whole", "root"} and self.traits.output in {"whole", "root"}:
             total = self.layout.offsets[-1]  # type: ignore[attr-defined]
             return [self._line(source, output, at, min(at + room, total)) for at in range(0, total, room)]
@@ -253,7 +255,7 @@ class DeviceLoads:
     def _bring(self, piece: _Piece, half: int) -> None:
         """Start the copy of this rank's part of a piece into its window."""
         width = self.dtype.itemsize
-        base = address_of(self._windows()[self.rank]) + half * WINDOW
+        base = address_of(self._windows()[self.rank]) + half * self.side.window
         runs = [(address_of(run.view.data), base + run.place * width, run.view.data.nbytes) for run in piece.brings]
         self._move(runs)
 
@@ -291,7 +293,7 @@ class DeviceLoads:
 
     def _window_view(self, rank: int, half: int, place: int, count: int) -> View:
         width = self.dtype.itemsize
-        start = half * WINDOW + place * width
+        start = half * self.side.window + place * width
         memory = self._windows()[rank][start : start + count * width]
         return View(memory.view(self.dtype.storage), self.dtype)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpizero.arrays import View
+from mpizero.arrays import View, kind_of
 from mpizero.collectives.agree import check_records
 from mpizero.collectives.buffers import Buffers, Line
 from mpizero.collectives.device_loads import DeviceLoads
@@ -27,7 +27,7 @@ from mpizero.errors import ArgumentError, must_be
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from mpizero.arrays import Borrowed, Device, Event
+    from mpizero.arrays import Borrowed, Device, Event, Stream
     from mpizero.collectives.route import Plan, Route
     from mpizero.comm.side import DeviceSide
     from mpizero.typing import Bytes, Wait
@@ -50,17 +50,18 @@ class Fence:
         device.let_go()
         self.device = device
         self.arrays = [array for array in arrays if array is not None]
-        self.before: list[Event] = [stream.record() for stream in device.users_streams()]
+        self._cupys = any(kind_of(array.array) == "cupy" for array in self.arrays)
+        self.before: list[Event] = [stream.record() for stream in device.users_streams(cupys=self._cupys)]
         self._after: Event | None = None
 
-    def around(self, side: DeviceSide, steps: Iterator[Wait]) -> Iterator[Wait]:
-        """Give a collective's steps, behind what came before it; each is run with the device current."""
+    def around(self, side: DeviceSide, streams: Sequence[Stream], steps: Iterator[Wait]) -> Iterator[Wait]:
+        """Give a collective's steps on its streams, behind what came before it; each is run with the device current."""
         self.device.use()
-        side.begin(self.before)
+        side.begin(streams, self.before)
         for wait in steps:
             yield wait
             self.device.use()  # other communicators' steps run in between
-        self._after = side.end()
+        self._after = side.end(streams)
         self.device.keep(self._after, *self.arrays)
 
     def join(self) -> None:
@@ -68,10 +69,12 @@ class Fence:
         arrays, self.arrays = self.arrays, []
         if self._after is not None:
             with self.device.current():  # number 0 means a stream of the current device
-                for stream in self.device.users_streams():
+                for stream in self.device.users_streams(cupys=self._cupys):
                     stream.wait(self._after)
         for array in arrays:
             array.give_back()
+        del arrays
+        self.device.let_go()
 
 
 def ready_side(route: Route) -> DeviceSide:
@@ -187,6 +190,8 @@ class _DeviceMessages:
         self.transport: Any = route.comm.transport if size == 1 else side.wires
         self._packing = side.device_room("packing", IN_FLIGHT * PACKING if size > 1 else 0)
         self._scratch = side.device_room("scratch", SCRATCH + (1 << 20))
+        self.streams = side.strands
+        """The streams on which it works."""
 
     def scratch(self, nbytes: int) -> Any:
         """Return device memory for a schedule's slots."""

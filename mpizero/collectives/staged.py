@@ -56,6 +56,8 @@ class Staged:
         self.what = f"{route.operation.name} (staged)"
         traits = route.operation
         self.is_line = traits.input in {"whole", "root"} and traits.output in {"whole", "root"}
+        self.streams = [side.stream, side.out_stream]
+        """The streams on which it works."""
         self._plans: dict[tuple[int, ...], Plan] = {}
 
     def steps(self, source: View, output: View) -> Iterator[Wait]:

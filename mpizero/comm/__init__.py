@@ -7,13 +7,12 @@ from mpizero.comm.heap import mappings
 from mpizero.comm.loopback import LoopbackCommunicator, run_loopback
 from mpizero.comm.messages import STRANDS
 from mpizero.comm.progress import Work
-from mpizero.comm.side import WINDOW, DeviceSide
+from mpizero.comm.side import DeviceSide
 from mpizero.comm.stats import Stats
 
 __all__ = [
     "CELL",
     "STRANDS",
-    "WINDOW",
     "WORDS",
     "Communicator",
     "DeviceSide",

@@ -19,7 +19,7 @@ from mpizero.errors import MpiZeroError
 if TYPE_CHECKING:
     from mpizero.arrays import Device
 
-__all__ = ["DeviceSegment", "device_heap", "device_mappings"]
+__all__ = ["GRANULE", "DeviceSegment", "device_heap", "device_mappings"]
 
 GRANULE = 2 << 20
 """A handle opens whole pages of the device, of 2 MiB: smaller allocations would share theirs with strangers."""

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Reached", "together"]
 
+SPINS = 2000
+"""Looks at an event, each somewhat under a microsecond, before the core is given away: kernels and copies of a piece
+take some hundred microseconds, and a sleep as long again. Not measured."""
 Made = TypeVar("Made")
 
 
@@ -31,7 +34,7 @@ class Reached:
     def block(self, done: Callable[[], bool] | None = None) -> bool:
         """Return True once it has, or what `done` asks instead, False after the time-out."""
         transport = self._transport
-        return poll(done or self.done, transport.timeout, self._text, spins=spins_for(transport.size))
+        return poll(done or self.done, transport.timeout, self._text, spins=spins_for(transport.size, SPINS))
 
     def count(self, seconds: float) -> None:
         """Count seconds of waiting."""

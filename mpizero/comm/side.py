@@ -11,12 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpizero.comm.canary import device_messages
-from mpizero.comm.device_heap import device_heap
+from mpizero.comm.device_heap import GRANULE, device_heap
 from mpizero.comm.gpus import allocator, memory_warnings
 from mpizero.comm.heap import mappings
 from mpizero.comm.messages import STRANDS
 from mpizero.comm.reached import Reached, together
-from mpizero.comm.segment import share
+from mpizero.comm.segment import PAGE, share
 from mpizero.comm.wires import DeviceTransport, kinds_of_pairs, make_wires
 from mpizero.errors import DeviceError, DeviceMemoryError, MpiZeroError
 from mpizero.settings import settings
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
     from mpizero.comm.segment import Segment
     from mpizero.typing import Bytes
 
-__all__ = ["MOST_LOADED", "WINDOW", "DeviceSide"]
+__all__ = ["MOST_LOADED", "DeviceSide"]
 
-WINDOW = 32 << 20
-"""Bytes of each of the two halves of a rank's window: with smaller ones the meeting of the ranks between two pieces
-takes longer than the kernels; a GPU of 16 GB keeps 99.6% of its memory. Chosen by reckoning, not measured."""
+LEAST_WINDOW = 32 << 20
+MOST_WINDOW = 128 << 20
+"""Bytes of each of the two halves of a rank's window: a thousandth of the device's memory, within these bounds. With
+smaller ones the meeting of the ranks between two pieces takes longer than the kernels. Reckoned, not measured."""
 MOST_LOADED = 32
 """Ranks of a host up to which loads serve: a kernel adds so many sources at most."""
 
@@ -61,6 +62,8 @@ class DeviceSide:
         self.aware, self.why_aware = device_messages(comm) if comm.size > 1 else (False, "there is one rank")
         """Whether messages may carry device memory, and how that is known; equal on all ranks."""
         shares = comm.board is not None and comm.size <= MOST_LOADED and self.forced in {"auto", "loads"}
+        self.window = self._window_bytes() if shares else 0
+        """Bytes of half a window, equal on all ranks."""
         self.windows: list[DeviceArray] | None = self._open_windows() if shares else None
         """Every rank's window, this rank's own included; None where ranks cannot load each other's device memory."""
         self.pids: list[int] = self.mpi.allgather(os.getpid())
@@ -68,6 +71,8 @@ class DeviceSide:
         self._heap: Heap | None = None
         self._wires: DeviceTransport | None = None
         self._ready: set[str] = set()
+        self._last: Event | None = None
+        """The end of the last collective."""
         self.notes: dict[str, Any] = {key: comm.notes[key] for key in ("links",) if key in comm.notes}
         """What algorithms are chosen by: the links, but no table of what was measured with host memory."""
         self._shared: list[Segment] = []
@@ -140,17 +145,21 @@ class DeviceSide:
         self.mpi.Barrier()
         del mine
 
-    def begin(self, events: Sequence[Event]) -> None:
-        """Have all streams wait for the caller's work."""
-        for stream in (self.stream, self.out_stream, *self.strands):
+    def begin(self, streams: Sequence[Stream], events: Sequence[Event]) -> None:
+        """Have streams wait for the caller's work, and for the collective before."""
+        for stream in streams:
             for event in events:
                 stream.wait(event)
+            if self._last is not None:
+                stream.wait(self._last)
 
-    def end(self) -> Event:
-        """Return an event behind all work of all streams."""
-        for stream in (self.out_stream, *self.strands):
-            self.stream.wait(stream.record())
-        return self.stream.record()
+    def end(self, streams: Sequence[Stream]) -> Event:
+        """Return an event behind all work of the streams."""
+        first, *others = streams
+        for stream in others:
+            first.wait(stream.record())
+        self._last = first.record()
+        return self._last
 
     def reached(self, event: Event, what: str) -> Reached:
         """Return the wait for an event."""
@@ -192,8 +201,13 @@ class DeviceSide:
             os.write(2, f"mpizero: {text}\n".encode())
         return mine
 
+    def _window_bytes(self) -> int:
+        share = self.device.memory() >> 10
+        wanted: int = min(self.mpi.allgather(max(LEAST_WINDOW, min(share, MOST_WINDOW))))
+        return wanted // PAGE * PAGE
+
     def _open_windows(self) -> list[DeviceArray] | None:
-        mine = together(self.mpi, lambda: self.device.allocate(2 * WINDOW))
+        mine = together(self.mpi, lambda: self.device.allocate(-(-2 * self.window // GRANULE) * GRANULE))
         windows, refusal = None, ""
         try:
             handle = self.device.share(mine)

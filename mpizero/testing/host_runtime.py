@@ -105,6 +105,10 @@ class HostRuntime:
         """Return the number of the only device there is."""
         return 0
 
+    def memGetInfo(self) -> tuple[int, int]:  # noqa: N802
+        """Return the free and all bytes."""
+        return self.capacity - self.allocated, self.capacity
+
     def malloc(self, size: int) -> int:
         """Return memory full of poison."""
         with self._lock:
@@ -327,7 +331,7 @@ def _start(memory: mmap.mmap) -> int:
 def stand_in(runtime: HostRuntime) -> Iterator[Device]:
     """Take torch's CPU tensors for tensors on a device that `runtime` plays, inside the `with` block."""
     before = gpus().stand_in
-    device = gpus().stand_in = Device(runtime, HostKernels(runtime), 0, users=lambda _: runtime.users)
+    device = gpus().stand_in = Device(runtime, HostKernels(runtime), 0, users=lambda _, **__: runtime.users)
     try:
         yield device
         runtime.finish()

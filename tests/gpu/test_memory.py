@@ -5,6 +5,7 @@ import gc
 import pytest
 
 import mpizero
+from mpizero.arrays import parse_device
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.mpi, pytest.mark.gpu]
@@ -16,6 +17,7 @@ SLACK = 8 << 20
 def used(world, gpu):
     """Bytes in use on the GPU, as all ranks see it at one time, and torch's own."""
     torch.cuda.synchronize()
+    parse_device(gpu).let_go()
     gc.collect()
     torch.cuda.empty_cache()
     world.mpi.Barrier()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mpizero as mz
+from mpizero.arrays import parse_device
 from mpizero.errors import ArgumentError
 from mpizero.shard import runtime_of
 from mpizero.testing.models import Block, awkward_model, token_loss, tokens
@@ -132,6 +133,7 @@ def test_allocated_bytes_are_flat_over_50_steps(world, device, stage, precision)
         torch.cuda.reset_peak_memory_stats(device)
         tower_step(model, optimizer, x)
         torch.cuda.synchronize(device)
+        parse_device(device).let_go()
         at_rest.append(torch.cuda.memory_allocated(device))
         peaks.append(torch.cuda.max_memory_allocated(device))
     assert max(at_rest[25:]) <= max(at_rest[5:25])

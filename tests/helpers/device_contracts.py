@@ -30,8 +30,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 def small_pieces(monkeypatch):
     """Have few elements make many pieces."""
-    monkeypatch.setattr("mpizero.comm.side.WINDOW", 1 << 16)
-    monkeypatch.setattr("mpizero.collectives.device_loads.WINDOW", 1 << 16)
+    monkeypatch.setattr("mpizero.comm.side.LEAST_WINDOW", 1 << 16)
+    monkeypatch.setattr("mpizero.comm.side.MOST_WINDOW", 1 << 16)
     monkeypatch.setattr("mpizero.collectives.device_loads.ONE_SHOT", 1 << 12)
     monkeypatch.setattr("mpizero.collectives.staged.SLOT", 1 << 14)
 
@@ -216,7 +216,7 @@ def test_errors_leave_the_job_alive(wired, world):
         fresh = mpizero.Communicator(world.mpi)
         x = late.tensor(torch.ones(4))
         with pytest.MonkeyPatch.context() as monkey:
-            monkey.setattr("mpizero.comm.side.WINDOW", 1 << 22)
+            monkey.setattr("mpizero.comm.side.LEAST_WINDOW", 1 << 22)
             with late.room(1 << 20 if world.rank else 1), pytest.raises(mpizero.DeviceMemoryError, match="rank"):
                 mpizero.all_reduce(x, fresh)
         mpizero.all_reduce(x, fresh)

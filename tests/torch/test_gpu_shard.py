@@ -14,6 +14,7 @@ from helpers.small import BF16, STAGES, Net, Unit, batch, seeded
 from torch import nn
 
 import mpizero as mz
+from mpizero.arrays import gpus
 from mpizero.errors import ArgumentError, ShardError
 from mpizero.shard import reductions, runtime_of
 from mpizero.testing.host_runtime import HostRuntime, stand_in
@@ -36,8 +37,8 @@ WIRES = ("loads", "staged")
 @pytest.fixture
 def played(world, monkeypatch):
     """A context manager: a device that the host plays, of which it gives the runtime, and a communicator for it."""
-    monkeypatch.setattr("mpizero.comm.side.WINDOW", 1 << 14)
-    monkeypatch.setattr("mpizero.collectives.device_loads.WINDOW", 1 << 14)
+    monkeypatch.setattr("mpizero.comm.side.LEAST_WINDOW", 1 << 14)
+    monkeypatch.setattr("mpizero.comm.side.MOST_WINDOW", 1 << 14)
     monkeypatch.setattr("mpizero.collectives.staged.SLOT", 1 << 13)
 
     @contextmanager
@@ -127,6 +128,8 @@ def test_memory_is_flat_over_50_steps(world, played, stage):
             optimizer.zero_grad()
             allocated.append(runtime.allocated)
             if number in {9, 49}:
+                runtime.finish()
+                gpus().stand_in.let_go()
                 gc.collect()
                 tensors.append(held())
     assert max(allocated[25:]) <= max(allocated[:25])

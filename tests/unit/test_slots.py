@@ -41,7 +41,7 @@ def mail():
 @pytest.fixture
 def device():
     runtime = HostRuntime(1, restless=0.0)
-    return Device(runtime, HostKernels(runtime), 0, users=lambda _: runtime.users)
+    return Device(runtime, HostKernels(runtime), 0, users=lambda _, **__: runtime.users)
 
 
 @pytest.fixture
