@@ -9,7 +9,9 @@ import pytest
 import mpizero
 
 ROOT = Path(mpizero.__file__).parent
-FLOORS = ["arrays", "comm", "collectives", "plan", "shard", "optim", "checkpoint", "bench", "cli"]
+FLOORS = ["arrays", "comm", "collectives", "plan", "shard", "optim", "checkpoint", "bench", "c10d", "cli"]
+C10D_MAY = {"arrays", "comm", "collectives", "c10d"}
+"""It stands beside `shard`, on the collectives; at its place in the list nothing below the commands imports it."""
 SHARED = {"errors", "typing", "settings", "tables"}
 DOORS = {"__init__", "__main__"}
 """Modules of the package itself: they load what is asked for, by name."""
@@ -69,6 +71,8 @@ def breaches(floor, source):
 def allowed(floor, other):
     if floor == "testing":
         return other in TESTING_MAY or other == "testing"
+    if floor == "c10d" and other in FLOORS:
+        return other in C10D_MAY
     if other == "testing":
         return floor in {"cli", "bench"}
     return HEIGHT[other] <= HEIGHT[floor] and (floor not in SHARED or other in SHARED)
@@ -132,6 +136,8 @@ def test_registry_knows_builders_and_errors_alone():
         ("shard", "from mpizero.optim import clip_grad_norm_"),
         ("optim", "from mpizero.testing import parity"),
         ("testing", "from mpizero.cli import main"),
+        ("c10d", "from mpizero.shard import shard"),
+        ("bench", "import mpizero.c10d"),
         ("__init__", "import torch"),
         ("arrays", "if TYPE_CHECKING:\n    pass\nelse:\n    import torch"),
     ],
@@ -148,6 +154,7 @@ def test_a_breach_is_found(floor, source):
         ("arrays", "def f():\n    import torch"),
         ("arrays", "if TYPE_CHECKING:\n    import torch\n    from mpizero.shard import shard"),
         ("shard", "import torch"),
+        ("c10d", "import torch\nfrom mpizero.comm.raw import mpi"),
         ("errors", "from mpizero.typing import Bytes"),
         ("testing", "from mpizero.optim import clip_grad_norm_"),
     ],
