@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import distributed as dist
-
-if TYPE_CHECKING:
-    from mpizero.c10d.work import Work
 
 __all__ = ["keep", "release", "waited"]
 
@@ -22,8 +19,8 @@ MOST = 256
 """Works that are kept though they are over; of more, the oldest are taken to be forgotten by everybody."""
 
 
-def keep(work: Work) -> None:
-    """Keep a work where torch does not."""
+def keep(work: Any) -> None:
+    """Keep a group's `Work` where torch does not."""
     if not torch_forgets():
         return
     works = _works()
@@ -34,7 +31,7 @@ def keep(work: Work) -> None:
             del works[at]
 
 
-def waited(work: Work) -> None:
+def waited(work: Any) -> None:
     """Let a work go that has been waited for once for each result."""
     works = _works()
     if id(work) in works:
@@ -43,13 +40,13 @@ def waited(work: Work) -> None:
             works[id(work)] = (work, left - 1)
 
 
-def release(work: Work) -> None:
+def release(work: Any) -> None:
     """Let a work go."""
     _works().pop(id(work), None)
 
 
 @cache
-def _works() -> dict[int, tuple[Work, int]]:
+def _works() -> dict[int, tuple[Any, int]]:
     return {}
 
 
