@@ -3,6 +3,7 @@
     mpirun -n 4 python examples/train_gpt.py --stage 3
 
 This is the one-process script plus the two lines marked `<- sharded`; `python examples/train_gpt.py` runs it alone.
+With `--save DIR` it saves, and with `--resume` goes on from what is there, on any number of ranks (`<- saved`).
 """
 
 import argparse
@@ -54,6 +55,11 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
 
 
+def sequences(text: Text, numbers: torch.Tensor) -> list[torch.Tensor]:
+    """Return inputs and targets, both (len(numbers), length): the same for a number whichever rank asks."""
+    return [torch.cat(parts) for parts in zip(*(text.batch(1, seed=(int(n),)) for n in numbers), strict=True)]
+
+
 @torch.no_grad()
 def evaluate(model: nn.Module, text: Text, batch: int) -> float:
     """Return the mean loss over all ranks, each on its own batches."""
@@ -66,15 +72,16 @@ def evaluate(model: nn.Module, text: Text, batch: int) -> float:
 def options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--stage", type=int, default=3, help="0 replicates, 3 shards parameters, gradients and optimizer"
-    )
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of parameters in use")
-    parser.add_argument("--steps", type=int, default=80, help="number of optimizer steps")
-    parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
-    parser.add_argument(
-        "--data", type=Path, default=Path(sysconfig.get_path("stdlib")), help="a file, or a folder of files"
-    )
+    add = parser.add_argument
+    add("--stage", type=int, default=3, help="0 replicates, 3 shards parameters, gradients and optimizer")
+    add("--precision", choices=["fp32", "bf16"], default="fp32", help="of parameters in use")
+    add("--exact", type=int, default=0, help="micro-batches per step, for the same bits on 1, 2, 4, ... ranks")
+    add("--steps", type=int, default=80, help="number of optimizer steps")
+    add("--batch", type=int, default=8, help="sequences per rank and step")
+    add("--data", type=Path, default=Path(sysconfig.get_path("stdlib")), help="a file, or a folder of files")
+    add("--save", type=Path, help="a folder for checkpoints")
+    add("--every", type=int, default=20, help="steps from one checkpoint to the next")
+    add("--resume", action="store_true", help="go on from the latest checkpoint, if there is one")
     return parser.parse_args()
 
 
@@ -84,20 +91,28 @@ def main() -> None:
     train, valid = Text.split(args.data, length=128)
     torch.manual_seed(0)
     model = GPT()
-
     precision = mz.Precision(param=torch.bfloat16 if args.precision == "bf16" else None)
-    model = mz.shard(model, stage=args.stage, units={Block}, precision=precision)  # <- sharded
+    model = mz.shard(model, stage=args.stage, units={Block}, precision=precision, exact=args.exact > 0)  # <- sharded
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    rank, size = mz.world().rank, mz.world().size
+    there = args.resume and args.save and (args.save / "latest").exists()
+    at = mz.load(args.save, model, optimizer) if there else {"step": 0, "seen": 0}  # <- saved
 
     first = evaluate(model, valid, args.batch)
-    with Progress(model, optimizer, steps=args.steps) as progress:
-        for step in range(args.steps):
-            loss = model(*train.batch(args.batch, seed=(mz.world().rank, step)))
-            loss.backward()
+    with Progress(model, optimizer, steps=args.steps - at["step"]) as progress:
+        for step in range(at["step"] + 1, args.steps + 1):
+            numbers = torch.arange(at["seen"], at["seen"] + args.batch * size)
+            mine = mz.micro_batches(model, numbers, args.exact, step=step) if args.exact else [numbers[rank::size]]
+            for part in mine:
+                loss = model(*sequences(train, part))
+                loss.backward()
             mz.clip_grad_norm_(model, 1.0)  # <- sharded
             optimizer.step()
             optimizer.zero_grad()
             progress.step(loss, tokens=args.batch * 128)
+            at = {"step": step, "seen": at["seen"] + args.batch * size}
+            if args.save and step % args.every == 0:
+                mz.save(args.save / f"step-{step}", model, optimizer, extra=at, keep_last=2)  # <- saved
     progress.summary(first, evaluate(model, valid, args.batch))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _WHERE = {
+    "mpizero.checkpoint": ("CheckpointError", "SaveHandle", "load", "save", "save_async"),
     "mpizero.collectives": (
         "all_gather",
         "all_reduce",

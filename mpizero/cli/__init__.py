@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["BAD_USAGE", "COMMANDS", "FAILED", "main"]
 
 COMMANDS = {
+    "checkpoint": "look into a checkpoint, write it for other tools, or import theirs",
     "doctor": "show what mpizero finds on this machine or in this job, and what is wrong with it",
     "explain": "say which algorithm a collective would take, and why",
     "plot": "draw results of bin/*_perf: time, bus bandwidth, speed-up over the MPI library",

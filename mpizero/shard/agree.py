@@ -19,7 +19,10 @@ from mpizero.errors import ArgumentError, ShardError, must_be
 
 __all__ = ["EVENTS", "Agreement", "Event", "agree", "agreements", "check_same", "gather_texts"]
 
-EVENTS = ("forward", "backward", "end of backward", "unsharded", "full_parameters", "clip_grad_norm_", "full_parameter")
+EVENTS = (
+    *("forward", "backward", "end of backward", "unsharded", "full_parameters", "clip_grad_norm_", "full_parameter"),
+    *("save", "load"),
+)
 
 
 COUNT = "agreements"

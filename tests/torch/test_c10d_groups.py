@@ -17,7 +17,7 @@ from mpizero.c10d.members import Place, await_members
 from mpizero.c10d.store import Answering, addresses, agreed, calls, open_store
 from mpizero.errors import ArgumentError, CollectiveError, CollectiveTimeoutError, LaunchError
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 4)]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 4)]
 
 SHORT = timedelta(milliseconds=300)
 LONG = timedelta(seconds=30)

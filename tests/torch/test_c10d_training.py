@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 4), pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 4), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 STEPS, BATCH = 3, 4
 

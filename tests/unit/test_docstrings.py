@@ -11,7 +11,7 @@ import pytest
 import mpizero
 from mpizero import collectives
 
-FLOORS = ("arrays", "comm", "collectives", "plan", "shard", "optim", "testing")
+FLOORS = ("arrays", "comm", "collectives", "plan", "shard", "optim", "checkpoint", "testing")
 VERBS = ("all_gather", "all_reduce", "barrier", "broadcast", "reduce", "reduce_scatter")
 
 
