@@ -64,7 +64,9 @@ def sequences(text: Text, numbers: torch.Tensor) -> list[torch.Tensor]:
 def evaluate(model: nn.Module, text: Text, batch: int) -> float:
     """Return the mean loss over all ranks, each on its own batches."""
     model.eval()
-    losses = [model(*text.batch(batch, seed=(mz.world().rank, number))) for number in range(4)]
+    device = next(model.parameters()).device
+    batches = [text.batch(batch, seed=(mz.world().rank, number)) for number in range(4)]
+    losses = [model(ids.to(device), targets.to(device)) for ids, targets in batches]
     model.train()
     return mz.all_reduce(torch.stack(losses).mean().float(), op="mean").item()
 
@@ -76,6 +78,7 @@ def options() -> argparse.Namespace:
     add("--stage", type=int, default=3, help="0 replicates, 3 shards parameters, gradients and optimizer")
     add("--precision", choices=["fp32", "bf16"], default="fp32", help="of parameters in use")
     add("--exact", type=int, default=0, help="micro-batches per step, for the same bits on 1, 2, 4, ... ranks")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="where to train; cuda is the rank's own GPU")
     add("--steps", type=int, default=80, help="number of optimizer steps")
     add("--batch", type=int, default=8, help="sequences per rank and step")
     add("--data", type=Path, default=Path(sysconfig.get_path("stdlib")), help="a file, or a folder of files")
@@ -89,8 +92,9 @@ def main() -> None:
     """Train, and say what it took."""
     args = options()
     train, valid = Text.split(args.data, length=128)
+    device = f"cuda:{mz.choose_gpu()}" if args.device == "cuda" else "cpu"
     torch.manual_seed(0)
-    model = GPT()
+    model = GPT().to(device)
     precision = mz.Precision(param=torch.bfloat16 if args.precision == "bf16" else None)
     model = mz.shard(model, stage=args.stage, units={Block}, precision=precision, exact=args.exact > 0)  # <- sharded
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -104,7 +108,8 @@ def main() -> None:
             numbers = torch.arange(at["seen"], at["seen"] + args.batch * size)
             mine = mz.micro_batches(model, numbers, args.exact, step=step) if args.exact else [numbers[rank::size]]
             for part in mine:
-                loss = model(*sequences(train, part))
+                ids, targets = sequences(train, part)
+                loss = model(ids.to(device), targets.to(device))
                 loss.backward()
             mz.clip_grad_norm_(model, 1.0)  # <- sharded
             optimizer.step()
