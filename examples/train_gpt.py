@@ -1,6 +1,4 @@
-"""Train a byte-level GPT on text, on as many ranks as the job has.
-
-    mpirun -n 4 python examples/train_gpt.py --stage 3
+"""Train a byte-level GPT on text, with as many ranks as there are: `mpirun -n 4 python examples/train_gpt.py --stage 3`.
 
 This is the one-process script plus the two lines marked `<- sharded`; `python examples/train_gpt.py` runs it alone.
 With `--save DIR` it saves, and with `--resume` goes on from what is there, on any number of ranks (`<- saved`).
@@ -49,7 +47,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the mean cross entropy of `targets`, both of shape (batch, length)."""
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
@@ -64,9 +62,7 @@ def sequences(text: Text, numbers: torch.Tensor) -> list[torch.Tensor]:
 def evaluate(model: nn.Module, text: Text, batch: int) -> float:
     """Return the mean loss over all ranks, each on its own batches."""
     model.eval()
-    device = next(model.parameters()).device
-    batches = [text.batch(batch, seed=(mz.world().rank, number)) for number in range(4)]
-    losses = [model(ids.to(device), targets.to(device)) for ids, targets in batches]
+    losses = [model(*text.batch(batch, seed=(mz.world().rank, number))) for number in range(4)]
     model.train()
     return mz.all_reduce(torch.stack(losses).mean().float(), op="mean").item()
 
@@ -91,8 +87,8 @@ def options() -> argparse.Namespace:
 def main() -> None:
     """Train, and say what it took."""
     args = options()
-    train, valid = Text.split(args.data, length=128)
     device = f"cuda:{mz.choose_gpu()}" if args.device == "cuda" else "cpu"
+    train, valid = Text.split(args.data, length=128, device=device)
     torch.manual_seed(0)
     model = GPT().to(device)
     precision = mz.Precision(param=torch.bfloat16 if args.precision == "bf16" else None)
@@ -108,8 +104,7 @@ def main() -> None:
             numbers = torch.arange(at["seen"], at["seen"] + args.batch * size)
             mine = mz.micro_batches(model, numbers, args.exact, step=step) if args.exact else [numbers[rank::size]]
             for part in mine:
-                ids, targets = sequences(train, part)
-                loss = model(ids.to(device), targets.to(device))
+                loss = model(*sequences(train, part))
                 loss.backward()
             mz.clip_grad_norm_(model, 1.0)  # <- sharded
             optimizer.step()

@@ -25,19 +25,20 @@ HELD_OUT = 20
 class Text:
     """Draw random windows of bytes from files."""
 
-    def __init__(self, ranges: list[tuple[Path, int, int]], length: int) -> None:
+    def __init__(self, ranges: list[tuple[Path, int, int]], length: int, device: str = "cpu") -> None:
         """Use the byte ranges (path, start, stop) that hold at least one window of `length` bytes and its successor."""
-        self.length = length
+        self.length, self.device = length, device
         self.ranges = [(path, start, stop) for path, start, stop in ranges if stop - start > length]
         self.ends = list(accumulate(stop - start - length for _, start, stop in self.ranges))
 
     @classmethod
-    def split(cls, path: Path, length: int) -> tuple[Text, Text]:
+    def split(cls, path: Path, length: int, device: str = "cpu") -> tuple[Text, Text]:
         """Return the text under `path` for training and for validation.
 
         Args:
             path: a file, or a folder whose text files (by their endings) are used, in the order of their names.
             length: bytes of a window.
+            device: where batches are to lie, as torch names it.
 
         Raises:
             ArgumentError: if there is no such path, or too little text in it for one window of each kind.
@@ -51,7 +52,7 @@ class Text:
             ranges = [(file, 0, file.stat().st_size) for file in files]
             valid = ranges[::HELD_OUT]
             train = [entry for number, entry in enumerate(ranges) if number % HELD_OUT]
-        pair = cls(train, length), cls(valid, length)
+        pair = cls(train, length, device), cls(valid, length, device)
         if not all(part.ranges for part in pair):
             total = sum(file.stat().st_size for file in files)
             rule = f"text of more than {2 * length + 2} bytes in files of more than {length}"
@@ -64,7 +65,7 @@ class Text:
 
         draw = random.Random(repr(seed))  # noqa: S311  (no secrets here)
         windows = [torch.frombuffer(bytearray(self._window(draw)), dtype=torch.uint8) for _ in range(count)]
-        whole = torch.stack(windows).long()
+        whole = torch.stack(windows).to(self.device).long()
         return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
 
     def _window(self, draw: random.Random) -> bytes:
