@@ -1,4 +1,4 @@
-"""Train a byte-level GPT on text, with as many ranks as there are: `mpirun -n 4 python examples/train_gpt.py --stage 3`.
+"""Train a byte-level GPT on text, on any number of ranks: `mpirun -n 4 python examples/train_gpt.py --stage 3`.
 
 This is the one-process script plus the two lines marked `<- sharded`; `python examples/train_gpt.py` runs it alone.
 With `--save DIR` it saves, and with `--resume` goes on from what is there, on any number of ranks (`<- saved`).
