@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:stage 3 with one unit")
 def saved(tmp_path_factory):
     """A folder with a checkpoint of three ranks, and the model's values."""
     folder = tmp_path_factory.mktemp("checkpoints")
+    plain = awkward_model(0)  # once: threads that seed torch's one generator would draw from each other's numbers
 
     def body(comm):
-        model = mz.shard(awkward_model(0), comm, stage=3, units={Block})
+        model = mz.shard(deepcopy(plain), comm, stage=3, units={Block})
         optimizer = torch.optim.AdamW(model.parameters())
         token_loss(model, tokens(0, comm.rank, 2)).backward()
         optimizer.step()
