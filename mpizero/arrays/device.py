@@ -291,9 +291,12 @@ class Device:
 
     def let_go(self) -> None:
         """Forget what was kept until events that are done."""
+        over: list[tuple[Event, Any]] = []
+        left: list[tuple[Event, Any]] = []
         with self._lock:
-            over = [kept for kept in self._kept if kept[0].done()]
-            self._kept = [kept for kept in self._kept if not any(kept is each for each in over)]
+            for kept in self._kept:
+                (over if kept[0].done() else left).append(kept)
+            self._kept = left
         over.clear()  # here, since what goes with it may free memory, and take its time
 
     def __repr__(self) -> str:

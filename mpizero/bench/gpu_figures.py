@@ -6,7 +6,6 @@ is slow in both.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from functools import partial
@@ -18,7 +17,7 @@ import numpy as np
 import mpizero as mz
 from mpizero.arrays import View, dtype_named
 from mpizero.bench.cases import COPIES
-from mpizero.bench.gpu_run import Figure, Run, write_figures
+from mpizero.bench.gpu_run import Figure, Run, options_of, write_figures
 from mpizero.bench.place import DevicePlace, place_of
 from mpizero.bench.progress import mib
 from mpizero.collectives.schedule import even_offsets
@@ -41,10 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments, `sys.argv[1:]` by default.
     """
-    parser = argparse.ArgumentParser(prog="mpizero.bench.gpu_figures", description=__doc__)
-    parser.add_argument("--json", required=True)
-    parser.add_argument("--stand-in", action="store_true")
-    options = parser.parse_args(argv)
+    options = options_of("mpizero.bench.gpu_figures", __doc__, argv)
     figures: list[Figure] = []
     with place_of("stand-in" if options.stand_in else "cuda") as place:
         assert isinstance(place, DevicePlace)  # noqa: S101

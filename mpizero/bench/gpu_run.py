@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import json
+import argparse
 import statistics
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpizero.arrays import dtype_named, from_device_memory
 from mpizero.bench.calls import Job, arrays_of, verb
 from mpizero.bench.cases import COPIES, Case, Plan
+from mpizero.bench.results import write_json
 from mpizero.bench.timing import Loop, Measured, measure
 from mpizero.bench.versus import Mpi4py
 from mpizero.bench.wires import Wires
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from mpizero.arrays import Device, DeviceArray
     from mpizero.bench.place import DevicePlace
 
-__all__ = ["Figure", "Run", "Sizes", "write_figures"]
+__all__ = ["Figure", "Run", "Sizes", "options_of", "write_figures"]
 
 ROOM = 0.7
 """The part of a GPU's free memory that a measurement may take."""
@@ -160,8 +160,14 @@ def _median_of_batches(launch: Callable[[int], None], place: DevicePlace, sizes:
     return statistics.median(batch(BATCH) for _ in range(sizes.iterations))
 
 
-def write_figures(path: str, figures: list[Figure], **more: Any) -> None:
+def write_figures(path: str, figures: list[Figure]) -> None:
     """Write what has been measured so far, whole or not at all: a program that is stopped leaves what it had."""
-    part = Path(f"{path}.part")
-    part.write_text(json.dumps({"figures": [asdict(figure) for figure in figures], **more}), encoding="utf-8")
-    part.replace(path)
+    write_json({"figures": [asdict(figure) for figure in figures]}, path)
+
+
+def options_of(prog: str, about: str | None, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the arguments of a program that measures figures."""
+    parser = argparse.ArgumentParser(prog=prog, description=about)
+    parser.add_argument("--json", required=True)
+    parser.add_argument("--stand-in", action="store_true")
+    return parser.parse_args(argv)

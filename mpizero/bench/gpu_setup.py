@@ -9,6 +9,7 @@ do where that Python is the system's; where it is an environment itself, its pac
 from __future__ import annotations
 
 import re
+import shutil
 import site
 import subprocess
 import sys
@@ -122,10 +123,14 @@ def make_environment(wheels: Sequence[Path]) -> tuple[Path, str]:
     (next(place.glob("lib/python*/site-packages")) / "outer.pth").write_text(f"{line}\n")
     command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps",
                "--ignore-installed", "--no-compile", "--no-cache-dir", *map(str, wheels)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PIP_LIMIT)
-    if done.returncode:
-        got = done.stderr.strip().splitlines()
-        raise ArgumentError(must_be("wheels", "installed by pip", got[-1] if got else f"exit code {done.returncode}"))
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PIP_LIMIT)
+        failed, got = done.returncode != 0, done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+    except subprocess.TimeoutExpired:
+        failed, got = True, [f"no end in {PIP_LIMIT:.0f} s"]
+    if failed:
+        shutil.rmtree(place, ignore_errors=True)
+        raise ArgumentError(must_be("wheels", "installed by pip", got[0]))
     return place, python
 
 

@@ -5,7 +5,6 @@ Started in ranks, with `CUBLAS_WORKSPACE_CONFIG=:4096:8` in the environment; ran
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from contextlib import nullcontext
@@ -15,7 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mpizero as mz
-from mpizero.bench.gpu_run import Figure, write_figures
+from mpizero.bench.gpu_run import Figure, options_of, write_figures
 from mpizero.testing.host_runtime import HostRuntime, stand_in
 from mpizero.testing.models import Block, awkward_model, token_loss, tokens
 from mpizero.testing.parity import differing
@@ -40,10 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments, `sys.argv[1:]` by default.
     """
-    parser = argparse.ArgumentParser(prog="mpizero.bench.gpu_training", description=__doc__)
-    parser.add_argument("--json", required=True)
-    parser.add_argument("--stand-in", action="store_true")
-    options = parser.parse_args(argv)
+    options = options_of("mpizero.bench.gpu_training", __doc__, argv)
     torch.use_deterministic_algorithms(mode=True)
     figures: list[Figure] = []
     device = torch.device("cpu" if options.stand_in else f"cuda:{mz.choose_gpu()}")

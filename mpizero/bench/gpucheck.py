@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -19,6 +18,7 @@ from mpizero import __version__
 from mpizero.bench.gpu_bars import BARS, verdict
 from mpizero.bench.gpu_parts import PASSED, Outcome, Part, parts_of, run_part
 from mpizero.bench.gpu_setup import lacking, machine_of, make_environment, missing
+from mpizero.bench.results import write_json
 from mpizero.errors import ArgumentError, must_be
 from mpizero.tables import aligned
 
@@ -205,6 +205,4 @@ def _write(options: argparse.Namespace, machine: dict[str, Any], outcomes: list[
         "figures": figures,
         "parts": [asdict(outcome) for outcome in outcomes],
     }
-    part = options.json.with_name(f"{options.json.name}.part")
-    part.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    part.replace(options.json)
+    write_json(results, str(options.json))

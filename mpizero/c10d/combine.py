@@ -8,7 +8,7 @@ import torch
 
 from mpizero import collectives as mz
 from mpizero.c10d.ops import Reduction, reduction
-from mpizero.c10d.tensors import packed, room_for
+from mpizero.c10d.tensors import joined, packed, unpacking
 from mpizero.errors import ArgumentTypeError, must_be
 
 if TYPE_CHECKING:
@@ -48,9 +48,8 @@ def all_reduce_coalesced(call: Operation, tensors: Sequence[Tensor], opts: Any) 
             continue
         whole = packed(run)
         all_reduce(call, whole, opts)
-        room, unpack = room_for(run)
-        if unpack is not None:
-            call.then(_both(room, whole, unpack))
+        if joined(run) is None:
+            call.then(unpacking(run, whole))
 
 
 def reduce(call: Operation, x: Tensor, opts: Any) -> None:
@@ -114,21 +113,12 @@ def _folding(out: Tensor, parts: Tensor, fold: Callable[..., Tensor]) -> Callabl
     return act
 
 
-def _both(room: Tensor, whole: Tensor, unpack: Callable[[], None]) -> Callable[[], None]:
-    def act() -> None:
-        room.copy_(whole)
-        unpack()
-
-    return act
-
-
 def _runs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Return the tensors in order, neighbours that are small and alike together."""
     runs: list[list[Tensor]] = []
     for x in tensors:
-        small = x.numel() * x.element_size() <= SMALL and x.layout is torch.strided
         last = runs[-1] if runs else None
-        if small and last is not None and last[0].dtype == x.dtype and _is_small(last[0]):
+        if last is not None and last[0].dtype == x.dtype and _is_small(x) and _is_small(last[0]):
             last.append(x)
         else:
             runs.append([x])
@@ -136,4 +126,4 @@ def _runs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _is_small(x: Tensor) -> bool:
-    return x.numel() * x.element_size() <= SMALL
+    return x.layout is torch.strided and x.numel() * x.element_size() <= SMALL

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from mpizero.comm import Communicator
 from mpizero.comm import Work as Job
 from mpizero.comm.progress import Queue
-from mpizero.comm.raw import mpi
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,11 +33,10 @@ class GroupCommunicator(Communicator):
         shared.slow = self._queue.slow
         self._queue = shared
         self.under_way = shared.jobs
-        self._threaded = mpi().Query_thread() == mpi().THREAD_MULTIPLE
 
     def submit(self, what: str, steps: Iterator[Wait], result: Any, then: Callable[[], None] | None = None) -> Job:
         """Run a collective's steps in the background, as `Communicator` does, or in the thread that waits for it."""
-        if not self._threaded:
+        if not self._in_background:
             return super().submit(what, steps, result, then)
         with self.exclusive(what):
             job = _SharedJob(self._queue, self.transport.voice.carry(steps), result, then)

@@ -210,8 +210,9 @@ class Message:
             raise self.late(seconds)
         if self.error is not None:
             raise self.error
-        if self._host is not None and self.kind != "send to":
-            self._tensor.detach().copy_(self._host)
+        host, self._host = self._host, None
+        if host is not None and self.kind != "send to":  # once: the tensor is the caller's from then on
+            self._tensor.detach().copy_(host)
 
     def follow(self, then: Callable[[], None]) -> None:
         """Call `then` when it is over, in the progress thread, or after waiting for it where there can be none."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["as_list", "check_number", "joined", "movable", "only", "packed", "room_for", "uneven"]
+__all__ = ["as_list", "check_number", "joined", "movable", "only", "packed", "room_for", "uneven", "unpacking"]
 
 KNOWN = {getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -85,11 +85,15 @@ def room_for(tensors: Sequence[Tensor]) -> tuple[Tensor, Callable[[], None] | No
     whole = joined(tensors)
     if whole is not None:
         return whole, None
-    counts = [x.numel() for x in tensors]
-    room = tensors[0].detach().new_empty(sum(counts))
+    room = tensors[0].detach().new_empty(sum(x.numel() for x in tensors))
+    return room, unpacking(tensors, room)
+
+
+def unpacking(tensors: Sequence[Tensor], room: Tensor) -> Callable[[], None]:
+    """Return what copies the elements of a flat tensor into their places."""
 
     def unpack() -> None:
-        for x, part in zip(tensors, room.split(counts), strict=True):
+        for x, part in zip(tensors, room.split([x.numel() for x in tensors]), strict=True):
             x.detach().copy_(part.view(x.shape))
 
-    return room, unpack
+    return unpack

@@ -211,7 +211,6 @@ class ShardFile:
         content.pop("__metadata__", None)
         self.places = {key: tuple(one["data_offsets"]) for key, one in content.items()}
         """Where each range lies, in bytes after the header."""
-        self.dtypes = {key: one["dtype"] for key, one in content.items()}
         self._sums_at = 8 + len(text)
         self._first = self.places[CHECKSUMS][1]
         self._stop = size - self._sums_at

@@ -68,7 +68,6 @@ class Saving:
     def commit(self, manifest: Manifest) -> None:
         """Make the checkpoint visible; raises OSError. All files must be on the disk."""
         _write(self.hidden / MANIFEST, manifest.dumps())
-        (self.hidden / OWNER).unlink()
         sync_folder(self.hidden)
         if not self.path.exists():
             self.hidden.rename(self.path)
@@ -77,6 +76,7 @@ class Saving:
             self.path.rename(aside)
             self.hidden.rename(self.path)
             _remove(aside)
+        (self.path / OWNER).unlink()  # held until it is visible, or another save would take it for a dead one's
         sync_folder(self.path.parent)
         other = self.path.with_name(f"{SAVING}{LATEST}")
         _write(other, f"{self.path.name}\n")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from mpizero.checkpoint.exporting import INDEX, SINGLE
 from mpizero.checkpoint.failure import CheckpointError, listed
 from mpizero.checkpoint.files import Range, read_header
 from mpizero.checkpoint.folder import Saving
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["import_checkpoint"]
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 LATEST = "latest"
 """Which of a folder's checkpoints is the newest, in DeepSpeed's layout."""
 USUAL = ("model", "module", "state_dict", "model_state_dict")
@@ -118,7 +117,7 @@ def _safetensors(paths: list[Path]) -> Found:
         finally:
             os.close(file)
         metadata = content.pop("__metadata__", {})
-        data = np.memmap(path, np.uint8, mode="r") if size else np.empty(0, np.uint8)
+        data = np.memmap(path, np.uint8, mode="r")
         for name, one in content.items():
             low, high = (8 + len(text) + offset for offset in one["data_offsets"])
             shape = tuple(one["shape"])

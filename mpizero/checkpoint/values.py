@@ -6,6 +6,7 @@ that begins with "$": `{"$tuple": [1, 2]}`.
 
 from __future__ import annotations
 
+import json
 import math
 from base64 import b64decode, b64encode
 from collections import Counter
@@ -25,6 +26,7 @@ __all__ = ["decode", "encode"]
 _PLAIN: dict[str, Callable[[Any], Any]] = {
     "$tuple": tuple,
     "$set": set,
+    "$frozenset": frozenset,
     "$dict": dict,
     "$counter": lambda pairs: Counter(dict(pairs)),
 }
@@ -53,7 +55,9 @@ def encode(value: Any, store: Callable[[torch.Tensor], str] | None = None, where
         return _encode_dict(value, store, where)
     if isinstance(value, list | tuple | set | frozenset):
         items = [encode(item, store, f"{where}[{index}]") for index, item in enumerate(value)]
-        return items if isinstance(value, list) else {"$tuple" if isinstance(value, tuple) else "$set": items}
+        if isinstance(value, set | frozenset):  # each process has its own order of strings
+            return {"$frozenset" if isinstance(value, frozenset) else "$set": sorted(items, key=json.dumps)}
+        return items if isinstance(value, list) else {"$tuple": items}
     remedy = "save what it is made of, for example its state_dict()"
     raise ArgumentTypeError(must_be(where, "JSON values and tensors", type(value).__name__, remedy))
 
@@ -74,7 +78,7 @@ def _encode_dict(value: dict[Any, Any], store: Any, where: str) -> Any:
 
 def _encode_array(value: Any, store: Any, where: str) -> Any:
     array = isinstance(value, np.ndarray)
-    tensor = torch.from_numpy(np.ascontiguousarray(value)) if array else value.detach()
+    tensor = torch.from_numpy(np.ascontiguousarray(value)).reshape(value.shape) if array else value.detach()
     if store is not None:
         return {"$array" if array else "$tensor": store(tensor)}
     if tensor.numel() != 1:

@@ -20,7 +20,7 @@ from mpizero.arrays import (
 )
 from mpizero.collectives.agree import OPS
 from mpizero.collectives.buffers import Layout, Line, Square
-from mpizero.collectives.on_device import Fence, plan_for, ready_side, wire_of
+from mpizero.collectives.on_device import DevicePlan, Fence, choose_on_device, plan_on_device, ready_side
 from mpizero.collectives.on_host import plan_on_host
 from mpizero.collectives.registry import OPERATIONS
 from mpizero.collectives.route import Plan, Route
@@ -30,7 +30,6 @@ from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from mpizero.arrays import Stream
     from mpizero.typing import CommunicatorLike, Wait
 
 __all__ = ["Call", "check_reduction", "default_communicator", "offsets_of"]
@@ -171,22 +170,18 @@ class Call:
         return result
 
     def _start_on_device(self, route: Route, algorithm: str, *, result: Any, async_op: bool) -> Any:
-        side = ready_side(route)
-        chosen = route.choose(algorithm)
-        if algorithm == "auto" and wire_of(route, side, chosen) == "staged":
-            chosen = algorithm
-        plan = plan_for(route, chosen) if route.total or route.uneven else None
+        chosen = choose_on_device(route, algorithm)
+        plan = plan_on_device(route, chosen) if route.total or route.uneven else None
         return self.run_on_device(plan, route, result=result, async_op=async_op)
 
-    def run_on_device(self, plan: Plan | None, route: Route, *, result: Any, async_op: bool) -> Any:
+    def run_on_device(self, plan: DevicePlan | None, route: Route, *, result: Any, async_op: bool) -> Any:
         """Run a plan on device memory, in order with the caller's streams; see [Note: streams and MPI]."""
         assert route.device is not None  # noqa: S101
         name = self.operation.name
         fence = Fence(route.device, (self.x, self.out))
         steps: Iterator[Wait] = iter(())
         if plan is not None:
-            streams: list[Stream] = plan.streams  # type: ignore[attr-defined]  # plans on a device have them
-            steps = fence.around(ready_side(route), streams, plan.steps(*self.views()))
+            steps = fence.around(ready_side(route), plan.streams, plan.steps(*self.views()))
         if async_op:
             return self.comm.submit(name, steps, result, fence.join)
         self.comm.perform(name, steps)

@@ -15,7 +15,6 @@ anywhere.
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,19 +25,18 @@ from mpizero.collectives.loads import tasks
 from mpizero.collectives.registry import OPERATIONS
 from mpizero.collectives.schedule import even_offsets
 from mpizero.comm import device_mappings
-from mpizero.comm.waiting import drive
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from mpizero.arrays import DeviceArray
     from mpizero.collectives.buffers import Arithmetic, Layout
     from mpizero.collectives.phase import Meeting
     from mpizero.comm.board import Board
     from mpizero.comm.side import DeviceSide
-    from mpizero.typing import Bytes, Wait
+    from mpizero.typing import CommunicatorLike, Wait
 
-__all__ = ["ONE_SHOT", "DeviceLoads"]
+__all__ = ["ONE_SHOT", "DeviceLoads", "meet"]
 
 ONE_SHOT = 256 << 10
 """Bytes of a piece up to which every rank sums all of it: the second meeting of two-shot costs more than the loads that
@@ -91,14 +89,6 @@ class DeviceLoads:
                 yield board.all_finished(self.meeting.what, self.stats)
         if not mapped:
             yield from self._by_windows(source, output, longest)
-
-    def run(self, source: Bytes, output: Bytes) -> None:
-        """Run it once in this thread; see `steps`."""
-        drive(self.steps(View(source, self.dtype), View(output, self.dtype)))
-
-    def bind(self, source: Bytes, output: Bytes) -> Callable[[], None]:
-        """Return `run` on these arrays."""
-        return partial(self.run, source, output)
 
     def _quiet(self) -> Wait:
         """Return the wait for all that this rank's stream was given."""
@@ -176,7 +166,7 @@ class DeviceLoads:
         for piece, following in zip(pieces, [*pieces[1:], None], strict=True):
             with self.board.collective:
                 half = self.board.number & 1
-                yield from self._meet()
+                yield from meet(self.side.comm, self.meeting, self.meeting.what)
                 if piece.parts is not None:
                     self._sum_part(piece, half)
                     yield self._quiet()
@@ -186,14 +176,6 @@ class DeviceLoads:
                 if following is not None:
                     self._bring(following, 1 - half)
                 yield self._quiet()
-
-    def _meet(self) -> Iterator[Wait]:
-        at = self.board.records[self.board.number & 1][self.rank]
-        self.board.words[at] = self.meeting.signature
-        self.board.words[at + 1] = self.side.comm.channel_number << 32 | self.meeting.extra
-        self.board.arrive()
-        yield self.board.all_arrived(self.meeting.what, self.stats)
-        check_records(self.board)
 
     def _pieces(self, source: View, output: View, longest: int) -> list[_Piece]:
         """Cut the collective in pieces that fit in half a window; equally many on all ranks."""
@@ -296,6 +278,21 @@ class DeviceLoads:
         start = half * self.side.window + place * width
         memory = self._windows()[rank][start : start + count * width]
         return View(memory.view(self.dtype.storage), self.dtype)
+
+
+def meet(comm: CommunicatorLike, meeting: Meeting, what: str) -> Iterator[Wait]:
+    """Meet all ranks on the board, in the collective that it is at, and compare what they call.
+
+    Raises:
+        CollectiveError: on every rank, where it differs.
+    """
+    board: Board = comm.board
+    at = board.records[board.number & 1][board.rank]
+    board.words[at] = meeting.signature
+    board.words[at + 1] = comm.channel_number << 32 | meeting.extra
+    board.arrive()
+    yield board.all_arrived(what, comm.transport.stats)
+    check_records(board)
 
 
 class _Run(NamedTuple):

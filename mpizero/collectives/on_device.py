@@ -8,31 +8,29 @@ host's own collectives, where no pair of ranks has a better wire than the host.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from mpizero.arrays import View, kind_of
-from mpizero.collectives.agree import check_records
-from mpizero.collectives.buffers import Buffers, Line
-from mpizero.collectives.device_loads import DeviceLoads
+from mpizero.arrays import View, dtype_named, kind_of
+from mpizero.collectives.buffers import Arithmetic, Buffers, Line
+from mpizero.collectives.device_loads import DeviceLoads, meet
 from mpizero.collectives.execute import IN_FLIGHT, SCRATCH, execute
 from mpizero.collectives.machine import DeviceMachine
-from mpizero.collectives.on_host import Scheduled, plan_on_host
+from mpizero.collectives.on_host import Scheduled
 from mpizero.collectives.registry import LOADS, NATIVE, build
 from mpizero.collectives.staged import Staged
-from mpizero.comm.waiting import drive
 from mpizero.errors import ArgumentError, must_be
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from mpizero.arrays import Borrowed, Device, Event, Stream
-    from mpizero.collectives.route import Plan, Route
+    from mpizero.collectives.route import Route
     from mpizero.comm.side import DeviceSide
-    from mpizero.typing import Bytes, Wait
+    from mpizero.typing import Wait
 
-__all__ = ["Fence", "plan_for", "ready_side", "wire_of"]
+__all__ = ["DevicePlan", "Fence", "choose_on_device", "plan_on_device", "ready_side"]
 
 PACKING = 8 << 20
 """Bytes, per strand, of the packed messages of a round."""
@@ -40,6 +38,19 @@ MOST = 1024
 """Plans that are remembered per device of a communicator."""
 SET_UP = 9_998
 """The channel of the messages by which ranks meet before device memory is made."""
+
+
+class DevicePlan(Protocol):
+    """Run one collective on any arrays in device memory of the sizes that it was made for."""
+
+    @property
+    def streams(self) -> Sequence[Stream]:
+        """Return the streams on which it works."""
+        ...
+
+    def steps(self, source: View, output: View) -> Iterator[Wait]:
+        """Run it once, step by step; an array that this rank does not have is empty."""
+        ...
 
 
 class Fence:
@@ -94,15 +105,11 @@ def ready_side(route: Route) -> DeviceSide:
     return side
 
 
-def plan_for(route: Route, name: str, pieces: int = 0) -> Plan:
-    """Return the plan for an algorithm, on the memory on which the route's arrays lie.
-
-    Args:
-        route: the call, but for its arrays.
-        name: one that `choose` gave.
-        pieces: in how many a pipelined algorithm works; 0 leaves it to `select`.
-    """
-    return plan_on_host(route, name, pieces) if route.device is None else plan_on_device(route, name, pieces)
+def choose_on_device(route: Route, algorithm: str) -> str:
+    """Return the name of the algorithm to use; `auto` where the host is to choose, which runs it. See `ready_side`."""
+    side = ready_side(route)
+    chosen = route.choose(algorithm)
+    return "auto" if algorithm == "auto" and wire_of(route, side, chosen) == "staged" else chosen
 
 
 def wire_of(route: Route, side: DeviceSide, name: str) -> str:
@@ -114,17 +121,17 @@ def wire_of(route: Route, side: DeviceSide, name: str) -> str:
     return "messages" if side.forced == "messages" or side.has_short_wire or route.comm.size == 1 else "staged"
 
 
-def plan_on_device(route: Route, name: str, pieces: int) -> Plan:
+def plan_on_device(route: Route, name: str, pieces: int = 0) -> DevicePlan:
     """Return the plan for an algorithm on device memory; collective at the first use of a wire.
 
     Args:
         route: the call, but for its arrays.
-        name: one that `choose` gave, or `auto`, which leaves a staged collective to the host.
+        name: one that `choose_on_device` gave.
         pieces: in how many a pipelined algorithm works; 0 leaves it to `select`.
     """
     side = ready_side(route)
     key = (*route.key(), name, pieces)
-    plan: Plan | None = side.plans.get(key)
+    plan: DevicePlan | None = side.plans.get(key)
     if plan is None:
         plan = _planned(route, side, name, pieces)
         if len(side.plans) < MOST:
@@ -132,16 +139,16 @@ def plan_on_device(route: Route, name: str, pieces: int) -> Plan:
     return plan
 
 
-def _planned(route: Route, side: DeviceSide, name: str, pieces: int) -> Plan:
+def _planned(route: Route, side: DeviceSide, name: str, pieces: int) -> DevicePlan:
     wire = "staged" if name == "auto" else wire_of(route, side, name)
     if wire == "loads":
         return DeviceLoads(side, route.meeting(), route.layout, route.arithmetic())
-    make: Callable[[], Plan] = partial(Staged, route, side, name)
+    make: Callable[[], DevicePlan] = partial(Staged, route, side, name)
     if wire == "messages":
         make = partial(_DeviceMessages, route, side, name, pieces)
     if side.has_made(wire):
         return make()
-    made: list[Plan] = []
+    made: list[DevicePlan] = []
     comm: Any = route.comm
     comm.perform(f"set-up of GPU memory for {wire}", _made(route, lambda: made.append(make())))
     side.note_made(wire)
@@ -151,26 +158,17 @@ def _planned(route: Route, side: DeviceSide, name: str, pieces: int) -> Plan:
 def _made(route: Route, make: Callable[[], Any]) -> Iterator[Wait]:
     """Meet all ranks, with a time-out, and then call what makes memory, which blocks in MPI until all are there."""
     comm: Any = route.comm
-    board = comm.board
-    if board is not None:
-        with board.collective:
-            at = board.records[board.number & 1][board.rank]
-            meeting = route.meeting()
-            board.words[at] = meeting.signature
-            board.words[at + 1] = comm.channel_number << 32 | meeting.extra
-            board.arrive()
-            yield board.all_arrived(f"{route.operation.name} of GPU memory", comm.transport.stats)
-            check_records(board)
+    if comm.board is not None:
+        with comm.board.collective:
+            yield from meet(comm, route.meeting(), f"{route.operation.name} of GPU memory")
     elif comm.size > 1:
-        with comm.channel(SET_UP, "GPU memory"):
-            yield from _barrier(comm, route.operation.name)
+        with comm.channel(SET_UP, "GPU memory"):  # which the steps keep, whoever runs them
+            steps = comm.transport.voice.carry(_barrier(comm, route.operation.name))
+        yield from steps
     make()
 
 
 def _barrier(comm: Any, what: str) -> Iterator[Wait]:
-    from mpizero.arrays import dtype_named
-    from mpizero.collectives.buffers import Arithmetic
-
     token = View(np.zeros(1, np.uint8), dtype_named("uint8"))
     nothing = View(np.empty(0, np.uint8), token.dtype)
     buffers = Buffers(input=token, output=nothing, layout=Line([0, 1]), arithmetic=Arithmetic(token.dtype))
@@ -205,14 +203,6 @@ class _DeviceMessages:
         cut, machines = self.cut, [self._machine(strand) for strand in range(IN_FLIGHT)]
         buffers = Buffers(input=source, output=output, layout=cut.layout, arithmetic=self.route.arithmetic())
         return execute(cut.schedule, buffers, self, segment=self.segment, what=cut.what, machines=machines)
-
-    def run(self, source: Bytes, output: Bytes) -> None:
-        """Run it once in this thread; see `steps`."""
-        drive(self.steps(View(source, self.route.dtype), View(output, self.route.dtype)))
-
-    def bind(self, source: Bytes, output: Bytes) -> Callable[[], None]:
-        """Return `run` on these arrays."""
-        return partial(self.run, source, output)
 
     def _machine(self, strand: int) -> DeviceMachine:
         packing = self._packing[strand * PACKING : (strand + 1) * PACKING]

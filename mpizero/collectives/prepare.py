@@ -6,13 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from mpizero.collectives import verbs
 from mpizero.collectives.bind import BINDERS
-from mpizero.collectives.on_device import plan_for, ready_side
+from mpizero.collectives.on_device import choose_on_device, plan_on_device
+from mpizero.collectives.on_host import plan_on_host
 from mpizero.errors import ArgumentTypeError, must_be
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mpizero.collectives.call import Call
+    from mpizero.collectives.on_device import DevicePlan
+    from mpizero.collectives.route import Plan
 
 __all__ = ["Prepared", "prepare"]
 
@@ -34,25 +37,29 @@ class Prepared:
             rule = "contiguous in C order for a prepared collective, which works on the memory itself"
             raise ArgumentTypeError(must_be("x", rule, "a strided array", "prepare a contiguous copy"))
         route = call.route()
-        if route.device is not None:
-            ready_side(route)
-        self.algorithm = route.choose(algorithm)
+        self.algorithm = route.choose(algorithm) if route.device is None else choose_on_device(route, algorithm)
         """The algorithm that was chosen."""
         self._name, self._result = call.operation.name, result
         self._comm: Any = call.comm
-        self._plan = plan_for(route, self.algorithm, pieces) if route.total or route.uneven else None
-        self._source, self._output = call.views()
-        self._run = None
-        if self._plan is not None and route.device is None:
-            self._run = self._plan.bind(self._source.data, self._output.data)
         self._call, self._route = call, route
+        self._source, self._output = call.views()
+        self._plan: Plan | None = None
+        self._device_plan: DevicePlan | None = None
+        self._run = None
+        if not (route.total or route.uneven):
+            return
+        if route.device is not None:
+            self._device_plan = plan_on_device(route, self.algorithm, pieces)
+            return
+        self._plan = plan_on_host(route, self.algorithm, pieces)
+        self._run = self._plan.bind(self._source.data, self._output.data)
 
     def __call__(self) -> Any:
         """Run the collective on the buffers as they are now, and return its result."""
         comm, run = self._comm, self._run
-        if self._plan is not None and self._route.device is not None:
+        if self._device_plan is not None and self._route.device is not None:
             with self._route.device.current():
-                return self._call.run_on_device(self._plan, self._route, result=self._result, async_op=False)
+                return self._call.run_on_device(self._device_plan, self._route, result=self._result, async_op=False)
         if run is None or self._plan is None:
             return self._result
         if comm.under_way:

@@ -11,25 +11,24 @@ Steps and bytes are those of the host's collective, and S bytes over the bus eac
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mpizero.arrays import View
+from mpizero.arrays import View, dtype_named
 from mpizero.collectives.buffers import Line, Square
 from mpizero.collectives.on_host import plan_on_host
+from mpizero.collectives.registry import OPERATIONS
 from mpizero.collectives.schedule import even_offsets
-from mpizero.comm.waiting import drive
 from mpizero.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Generator, Iterator
 
     from mpizero.arrays import Event
     from mpizero.collectives.route import Plan, Route
     from mpizero.comm.side import DeviceSide
-    from mpizero.typing import Bytes, Wait
+    from mpizero.typing import Wait
 
 __all__ = ["Staged"]
 
@@ -83,19 +82,9 @@ class Staged:
                     pieces[following], following % SLOTS, going.pop(following % SLOTS, None)
                 )
 
-    def run(self, source: Bytes, output: Bytes) -> None:
-        """Run it once in this thread; see `steps`."""
-        drive(self.steps(View(source, self.route.dtype), View(output, self.route.dtype)))
-
-    def bind(self, source: Bytes, output: Bytes) -> Callable[[], None]:
-        """Return `run` on these arrays."""
-        return partial(self.run, source, output)
-
     def _agree(self, longest: int) -> Generator[Wait, None, int]:
         """Return the longest chunk of all ranks."""
-        from mpizero.collectives.registry import OPERATIONS
-
-        word = View(np.array([longest], np.int64), self._int64())
+        word = View(np.array([longest], np.int64), dtype_named("int64"))
         route = replace(
             self.route,
             operation=OPERATIONS["all_reduce"],
@@ -107,11 +96,6 @@ class Staged:
         )
         yield from plan_on_host(route, route.choose("auto")).steps(word, word)
         return int(word.data[0])
-
-    def _int64(self) -> Any:
-        from mpizero.arrays import dtype_named
-
-        return dtype_named("int64")
 
     def _bring(self, piece: _Piece, slot: int, behind: Event | None) -> Event:
         """Start the copy of a piece's input to the host, behind the copy of the slot's last result to the device."""
@@ -157,7 +141,7 @@ class Staged:
             into = [output.part(start, stop)] if takes and not (traits.input == "root" and is_root) else []
             plan = self._plan((count,), Line(even_offsets(count, size)), count)
             # In place on the host: what is summed is not needed any more.
-            pieces.append(_Piece(brings, into, (count, count if takes else 0, 0), plan))
+            pieces.append(_Piece(brings, into, count, count if takes else 0, 0, plan))
         return pieces
 
     def _chunks(self, source: View, output: View, longest: int) -> list[_Piece]:
@@ -183,7 +167,7 @@ class Staged:
             ends = _offsets([length(chunk) for chunk in leaving]), _offsets([length(chunk) for chunk in arriving])
             inner = Square(rank, size, *ends, alike=layout.alike)
             plan = self._plan((*ends[0], *ends[1]), inner, ends[0][-1])
-            return _Piece(brings, takes, (ends[0][-1], ends[1][-1], 1), plan)
+            return _Piece(brings, takes, ends[0][-1], ends[1][-1], 1, plan)
         everything = list(range(size))
         is_root = not traits.rooted or rank == root
         given = [rank] if traits.input == "chunk" else everything if traits.input == "whole" or is_root else []
@@ -197,7 +181,7 @@ class Staged:
             offsets[rank] if traits.output == "chunk" else 0,
         )
         counts = sum(view.count for view in brings), sum(view.count for view in takes)
-        return _Piece(brings, takes, (*counts, 1), self._plan(tuple(offsets), line, offsets[-1]))
+        return _Piece(brings, takes, *counts, 1, self._plan(tuple(offsets), line, offsets[-1]))
 
     def _plan(self, key: tuple[int, ...], layout: Line | Square, total: int) -> Plan:
         """Return the host's plan for a piece of such lengths."""
@@ -219,24 +203,13 @@ class _Piece(NamedTuple):
 
     brings: list[View]
     takes: list[View]
-    sizes: tuple[int, int, int]
-    """Elements of the input and of the result on the host, and whether the result lies apart from the input."""
+    given: int
+    """Elements of the input on the host."""
+    taken: int
+    """Elements of the result on the host."""
+    apart: int
+    """1 where the result lies apart from the input."""
     plan: Plan
-
-    @property
-    def given(self) -> int:
-        """Return the elements of the input."""
-        return self.sizes[0]
-
-    @property
-    def taken(self) -> int:
-        """Return the elements of the result."""
-        return self.sizes[1]
-
-    @property
-    def apart(self) -> int:
-        """Return 1 where the result lies apart from the input."""
-        return self.sizes[2]
 
 
 def _offsets(lengths: list[int]) -> list[int]:

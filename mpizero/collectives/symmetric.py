@@ -58,7 +58,7 @@ def empty(shape: int | tuple[int, ...], dtype: Any = "float32", comm: Any = None
 
 def _on_device(nbytes: int, comm: Any, device: Device) -> DeviceArray:
     """Return symmetric bytes, or private ones where the GPUs' memory cannot be shared."""
-    side = comm.node.side(device)
+    side = getattr(comm, "node", comm).side(device)
     memory: DeviceArray | None = side.heap.allocate(nbytes) if side.windows is not None else None
     return device.allocate(nbytes) if memory is None else memory
 

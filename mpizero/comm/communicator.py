@@ -335,9 +335,11 @@ class Communicator:
         if self.closed:
             return
         self.closed = True
-        self.health.sound = False
-        for side in self._sides.values():
-            side.close()
+        try:
+            for side in self._sides.values():
+                side.close()
+        finally:
+            self.health.sound = False
         self._sides.clear()
         self.node.close()
         if self._heap is not None:

@@ -92,4 +92,8 @@ def _share(mpi_comm: Any, device: Device, nbytes: int) -> DeviceSegment | None:
                 memory[pid] = device.open(given, nbytes)
     except MpiZeroError:
         good = False
-    return DeviceSegment(memory, found[0][2]) if all(mpi_comm.allgather(good)) else None
+    if all(mpi_comm.allgather(good)):
+        return DeviceSegment(memory, found[0][2])
+    memory.clear()  # what peers gave is closed before any of them frees it; `mine` lives until the return
+    mpi_comm.Barrier()
+    return None

@@ -57,7 +57,7 @@ class DeviceSide:
         self.stream: Stream = device.stream()
         self.strands: list[Stream] = [device.stream() for _ in range(STRANDS)]
         self.out_stream: Stream = device.stream()
-        """For copies from the host; `stream` has those to it."""
+        """For copies to the device; `stream` has those to the host."""
         self.forced = settings().device_wire
         self.aware, self.why_aware = device_messages(comm) if comm.size > 1 else (False, "there is one rank")
         """Whether messages may carry device memory, and how that is known; equal on all ranks."""
@@ -134,7 +134,7 @@ class DeviceSide:
 
         Memory that a peer has opened must not be freed before the peer has closed it, so all close, meet, and free.
         """
-        if self._wires is not None:
+        if all(self.mpi.allgather(self.comm.health.sound)) and self._wires is not None:
             self._wires.close()
         for segment in self._shared:
             mappings().drop(segment)
@@ -222,6 +222,8 @@ class DeviceSide:
         refusals = [text for text in self.mpi.allgather(refusal) if text]
         if not refusals:
             return windows
+        del windows  # closed by all before any of them frees its own
+        self.mpi.Barrier()
         self._say_refused(refusals[0])
         return None
 

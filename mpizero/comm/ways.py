@@ -52,7 +52,7 @@ class Slots:
 
     def cut(self, memory: Any) -> list[Any]:
         """Return the slots that memory of `whole` bytes holds."""
-        return [memory[start : start + self.nbytes] for start in range(0, self.whole, self.nbytes)]
+        return parts_of(memory, self.nbytes)
 
 
 class Tools(NamedTuple):

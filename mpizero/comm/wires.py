@@ -166,6 +166,11 @@ class DeviceTransport:
         self._comm.Free()
         self._comm = None
 
+    @property
+    def closed(self) -> bool:
+        """Return whether `close` has given all back."""
+        return self._comm is None
+
     def _await_slots(self, way: Peer) -> None:
         """Wait until receivers have given all slots back, which those have done that ended their waits."""
 

@@ -18,6 +18,7 @@ from mpizero.errors import ShardError, must_be
 from mpizero.shard.runtime import runtime_of
 from mpizero.shard.spans import steps_of
 from mpizero.shard.trace import trace_of
+from mpizero.tables import aligned
 
 if TYPE_CHECKING:
     import os
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mpizero.shard.spans import ProfiledStep, Span, UnitTraffic
-from mpizero.tables import aligned
 
 __all__ = ["Profile", "profile"]
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpizero.errors import ShardError
-from mpizero.shard.agree import Event
 from mpizero.shard.runtime import runtime_of
 
 if TYPE_CHECKING:
@@ -114,10 +113,9 @@ def meet(model: nn.Module, kind: str, extra: np.ndarray[Any, Any]) -> np.ndarray
     runtime = runtime_of(model)
     if runtime.pinned:
         raise ShardError(f"{kind} must be called outside mpizero.unsharded (got a call inside): leave the block first")
-    if runtime.comm.size == 1:
-        return extra[None]
-    rows: np.ndarray[Any, Any] = runtime.agree(Event(kind=kind), extra)
-    return rows[:, 1:]
+    said = runtime.check_together(kind, extra)
+    rows: np.ndarray[Any, Any] = extra[None] if said is None else said[:, 1:]
+    return rows
 
 
 def set_held(model: nn.Module, values: Sequence[Tensor]) -> None:
@@ -134,8 +132,4 @@ def set_held(model: nn.Module, values: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for held, value in zip(held_by(model), values, strict=True):
             held.shard.copy_(value.view(held.shard.shape))
-    if runtime.window is not None:  # else the next forward finds that the buffers have changed
-        for flat in runtime.flats:
-            flat.stale = not flat.aliased
-            flat.unshard()
-        runtime.window.stepped()
+    runtime.refill(runtime.flats)

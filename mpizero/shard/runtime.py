@@ -288,11 +288,16 @@ class Runtime:
         """Have the full parameters filled anew: at once where the node shares them, else with the next forward."""
         trainable = [flat for flat in self.flats if flat.trainable]
         self.mark_stale(trainable)
+        self.refill(trainable)
+        self.observe("step", "", self._stepping)
+
+    def refill(self, flats: list[FlatParams]) -> None:
+        """Fill the node's shared parameters anew; elsewhere the next forward finds that buffers have changed."""
         if self.window is not None:
-            for flat in trainable:
+            self.mark_stale(flats)
+            for flat in flats:
                 flat.unshard()
             self.window.stepped()
-        self.observe("step", "", self._stepping)
 
     def mark_stale(self, flats: list[FlatParams]) -> None:
         """Make full parameters be filled anew before they are used again."""

@@ -116,10 +116,7 @@ def set_full_parameter(param: Tensor, value: Tensor | None) -> None:
     runtime.before_step()
     with torch.no_grad():
         place.shard.copy_(place.cut(whole))
-    if runtime.window is not None:  # else the next forward finds that this buffer has changed
-        place.flat.stale = not place.flat.aliased
-        place.flat.unshard()
-        runtime.window.stepped()
+    runtime.refill([place.flat])
 
 
 def set_full_gradient(param: Tensor, value: Tensor | None) -> None:

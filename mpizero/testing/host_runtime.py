@@ -82,7 +82,6 @@ class HostRuntime:
         self._random = random.Random(seed)  # noqa: S311  (repeatable on purpose)
         self._lock = threading.RLock()
         self._streams: dict[int, deque[_Work]] = {IMMEDIATE: deque()}
-        self._awaited: dict[int, int] = {}
         self._events: dict[int, _Mark | None] = {}
         self._memory: dict[int, _Memory] = {}
         self._spare: dict[int, list[_Memory]] = {}
@@ -283,7 +282,7 @@ class HostKernels:
         """The name of every kernel that was launched, for tests that count them."""
 
     def reduce(self, op: str, targets: Sequence[View], sources: Sequence[View], divisor: int, stream: int) -> None:
-        """Queue the sum, or what `op` says, of the sources; see `arrays.device.Kernels`."""
+        """Queue the sum, or what `op` says, of the sources; see `arrays.runtime.Kernels`."""
         if not sources[0].count:
             return
         self.launched.append(op)

@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.small import FailingGradient
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -211,16 +212,6 @@ def test_nothing_in_a_step_reads_the_device(world, device, stage):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert sum("synchronizing" in str(warning.message) for warning in found) == 1
-
-
-class FailingGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(_, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(*_):
-        raise ArithmeticError("in backward")
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -9,6 +9,16 @@ STAGES = (0, 1, 2, 3)
 BF16 = mz.Precision(param=torch.bfloat16)
 
 
+class FailingGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(*_):
+        raise ArithmeticError("in backward")
+
+
 class Unit(nn.Module):
     def __init__(self, width=7):
         super().__init__()

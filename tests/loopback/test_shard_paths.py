@@ -16,6 +16,7 @@ from helpers.chains import (
     batch,
     steps_agree,
 )
+from helpers.small import FailingGradient
 
 import mpizero as mz
 from mpizero.comm import run_loopback
@@ -125,16 +126,6 @@ def test_a_container_given_to_a_unit_is_the_callers_own_in_bf16(stage):
 
 
 # Exceptions
-
-
-class FailingGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(_, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(*_):
-        raise ArithmeticError("in backward")
 
 
 class Fragile(Chain):

@@ -150,11 +150,14 @@ def test_slots_are_for_those_who_wait(comm, kind):
         drive(iter((transport.pending("chain"),)))
 
     if comm.rank == 0:
+        seen(long)[:], seen(short)[:] = message(0, nbytes=long.nbytes), message(1, nbytes=short.nbytes)
         transport.send(1, long)
         step("send", 2, short)
     elif comm.rank == 1:
         step("receive", 2, short)
         step("receive", 0, long)
+        assert np.array_equal(seen(long), message(0, nbytes=long.nbytes))
+        assert np.array_equal(seen(short), message(1, nbytes=short.nbytes))
     elif comm.rank == 2:
         step("receive", 0, short)
         step("send", 1, short)
@@ -175,13 +178,17 @@ def test_slots_are_for_what_has_come(comm, kind):
         getattr(transport, verb)(peer, memory)
         return transport.pending("cross")
 
+    seen({0: late, 2: soon}.get(comm.rank, answer))[:] = message(comm.rank, nbytes=SLOT)
     if comm.rank == 0:
         drive(iter((post("receive", 1, answer),)))
+        assert np.array_equal(seen(answer), message(1, nbytes=SLOT))
         drive(iter((post("send", 1, late),)))
     elif comm.rank == 1:
         last = post("receive", 0, late)
         drive(iter((post("receive", 2, soon, 1),)))
         drive(iter((post("send", 0, answer), last)))
+        assert np.array_equal(seen(late), message(0, nbytes=SLOT))
+        assert np.array_equal(seen(soon), message(2, nbytes=SLOT))
     elif comm.rank == 2:
         drive(iter((post("send", 1, soon, 1),)))
     transport.close()

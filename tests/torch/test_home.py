@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from helpers.chains import check_at_rest
-from helpers.small import BF16, STAGES, Net, Unit, batch, seeded
+from helpers.small import BF16, STAGES, FailingGradient, Net, Unit, batch, seeded
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -160,16 +160,6 @@ def test_a_backward_in_a_thread_of_its_own(world, stage):
             optimizer.zero_grad()
         results.append(mz.full_parameters(model))
     same(*results)
-
-
-class FailingGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(_, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(*_):
-        raise ArithmeticError("in backward")
 
 
 @pytest.mark.parametrize("stage", STAGES)

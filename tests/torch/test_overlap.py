@@ -5,7 +5,7 @@ from contextlib import nullcontext, suppress
 import pytest
 import torch
 from helpers.chains import check_at_rest
-from helpers.small import STAGES, Unit, batch, close, joined, seeded
+from helpers.small import STAGES, FailingGradient, Unit, batch, close, joined, seeded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,16 +34,6 @@ def comm(request, world):
 
 class Stop(BaseException):
     """Ends a forward as KeyboardInterrupt does: torch's forward hooks do not hear of it."""
-
-
-class FailingGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(_, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(*_):
-        raise ArithmeticError("in backward")
 
 
 class Net(nn.Module):

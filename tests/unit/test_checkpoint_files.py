@@ -272,8 +272,9 @@ def test_bad_manifests(tmp_path, change, text):
         folder.read_manifest(tmp_path / "a")
 
 
-VALUES = [None, True, 3, 0.1, "x", b"\0\1", [1, [2]], (1, (2.5,)), {1, 2}, {"a": {"b": ()}}, {1: 2, (3, 4): 5},
-          {"$tuple": [1]}, {"$x": 1}, {}, Counter({3: 2}), float("inf"), -float("inf")]  # fmt: skip
+VALUES = [None, True, 3, 0.1, "x", b"\0\1", [1, [2]], (1, (2.5,)), {1, 2}, {frozenset({1})},
+          {"a": {"b": ()}}, {1: 2, (3, 4): 5}, {"$tuple": [1]}, {"$x": 1}, {}, Counter({3: 2}),
+          float("inf"), -float("inf")]  # fmt: skip
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
@@ -281,6 +282,18 @@ def test_values_come_back(value):
     found = decode(json.loads(json.dumps(encode(value), allow_nan=False)))
     assert found == value
     assert type(found) is type(value)
+
+
+def test_an_array_keeps_its_shape():
+    assert decode(encode(np.array(3))).shape == ()
+
+
+def test_sets_have_one_order_whatever_the_process():
+    """Ranks compare what they save, and each has an order of strings of its own."""
+    words = [str(number) for number in range(50)]
+    found = encode(set(words))
+    assert found == {"$set": sorted(words, key=json.dumps)}
+    assert decode(found) == set(words)
 
 
 def test_tensors_are_taken_away():
