@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import sys
 from dataclasses import dataclass
@@ -333,7 +334,7 @@ def flat_memory(x: Any) -> np.ndarray[Any, Any] | None:
         return x.reshape(-1) if x.flags.c_contiguous and x.dtype.isnative else None
     if (
         not _is_torch(x)
-        or x.device.type != "cpu"
+        or not x.is_cpu
         or _GPUS.stand_in is not None
         or not x.is_contiguous()
         or x.is_conj()
@@ -341,12 +342,23 @@ def flat_memory(x: Any) -> np.ndarray[Any, Any] | None:
         or not x.numel()
     ):
         return None
-    kind = _torch_storage(x.dtype)
-    return None if kind is None else np.asarray(_Memory(x.detach().view(-1), kind))
+    storage = _torch_storage(x.dtype)
+    if storage is None:
+        return None
+    # As `_Memory`, at a fourth of the price, which is half of a short collective's.
+    memory = _bytes_type(x.nbytes).from_address(x.data_ptr())
+    memory.tensor = x
+    return np.frombuffer(memory, storage)
+
+
+@lru_cache(maxsize=256)
+def _bytes_type(nbytes: int) -> Any:
+    """Return the ctypes array of so many bytes."""
+    return ctypes.c_char * nbytes
 
 
 @lru_cache(maxsize=64)
-def _torch_storage(dtype: Any) -> str | None:
-    """Return numpy's name for what holds an element of a torch dtype; None for a dtype that collectives do not know."""
+def _torch_storage(dtype: Any) -> np.dtype[Any] | None:
+    """Return what holds an element of a torch dtype in numpy; None for a dtype that collectives do not know."""
     known = DTYPES.get(str(dtype).removeprefix("torch."))
-    return None if known is None else np.dtype(known.storage).str
+    return None if known is None else np.dtype(known.storage)

@@ -92,7 +92,8 @@ def copy(dst: View, src: View, divisor: int = 1) -> None:
     with np.errstate(all="ignore"):
         for start in range(0, dst.count, BLOCK):
             part = slice(start, min(start + BLOCK, dst.count))
-            _store(dst, part, _wide(src, part), divisor)
+            value = _wide(src, part)
+            _store(dst, part, value if divisor == 1 else _divided(value.copy(), divisor))
 
 
 def _combine(ufunc: np.ufunc, dst: View, left: View, right: View, divisor: int) -> None:
@@ -103,10 +104,10 @@ def _combine(ufunc: np.ufunc, dst: View, left: View, right: View, divisor: int) 
     for start in range(0, dst.count, BLOCK):
         part = slice(start, min(start + BLOCK, dst.count))
         operands = _wide(left, part), _wide(right, part)
-        if divisor == 1 and not dst.dtype.is_half:
-            ufunc(*operands, out=dst.data[part])
+        if dst.dtype.is_half:
+            _store(dst, part, _divided(ufunc(*operands), divisor))
         else:
-            _store(dst, part, ufunc(*operands), divisor)
+            _divided(ufunc(*operands, out=dst.data[part]), divisor)
 
 
 def can_add_halves() -> bool:
@@ -162,12 +163,8 @@ def _wide(view: View, part: slice) -> Array:
     return (data.astype(np.uint32) << 16).view(np.float32)
 
 
-def _store(dst: View, part: slice, value: Array, divisor: int) -> None:
-    """Divide, round once, and store a block."""
-    if divisor != 1:
-        # By parts: numpy divides complex numbers by (d + 0j), which rounds twice and makes NaN of infinity.
-        reals = value.view(value.real.dtype)
-        value = (reals / reals.dtype.type(divisor)).view(value.dtype)
+def _store(dst: View, part: slice, value: Array) -> None:
+    """Round once, and store a block."""
     if dst.dtype.name != "bfloat16":
         dst.data[part] = value
         return
@@ -176,6 +173,15 @@ def _store(dst: View, part: slice, value: Array, divisor: int) -> None:
         dst.data[part] = _round_to_bfloat16(value)
     else:
         _as_torch(torch, dst.data[part], "bfloat16").copy_(torch.from_numpy(value))
+
+
+def _divided(value: Array, divisor: int) -> Array:
+    """Divide a block in place and return it."""
+    if divisor != 1:
+        # By parts: numpy divides complex numbers by (d + 0j), which rounds twice and makes NaN of infinity.
+        reals = value.view(value.real.dtype)
+        np.divide(reals, reals.dtype.type(divisor), out=reals)
+    return value
 
 
 def _round_to_bfloat16(value: Array) -> Array:

@@ -77,7 +77,7 @@ class Work(_TorchWork):
             outputs: what `result` and the future give.
             pending: what is under way; None for work that is done.
         """
-        super().__init__()
+        _TorchWork.__init__(self)
         self._outputs = outputs
         if pending is not None:
             self.pending = pending
