@@ -37,6 +37,9 @@ class Settings:
     found out; None leaves it to `comm/describe.py`."""
     canary: bool = False
     """`MPIZERO_CANARY`: whether messages of GPU memory are first tried in child processes."""
+    record: Path | None = None
+    """`MPIZERO_RECORD`: the folder of the flight records; 0, which is an empty path here, for none. By default
+    `mpizero-USER` in the host's folder for temporary files."""
     threads: int | None = None
     """`OMP_NUM_THREADS`: the user's own choice of threads per rank; None leaves it to mpizero."""
     terminal: bool = False
@@ -59,6 +62,7 @@ def settings() -> Settings:
         device_wire=_one_of("MPIZERO_DEVICE_WIRE", env.get("MPIZERO_DEVICE_WIRE", "auto"), DEVICE_WIRES),
         cuda_aware=_switch("MPIZERO_CUDA_AWARE", env.get("MPIZERO_CUDA_AWARE", "")),
         canary=bool(_switch("MPIZERO_CANARY", env.get("MPIZERO_CANARY", ""))),
+        record=_record(env.get("MPIZERO_RECORD", "")),
         threads=int(threads) if threads is not None and threads.isdecimal() else None,
         terminal=env.get("MPIZERO_TTY", "0") == "1",
     )
@@ -70,6 +74,10 @@ def _tuning(text: str, cache: str) -> Path | None:
     if text:
         return Path(text)
     return (Path(cache) if cache else Path("~/.cache").expanduser()) / "mpizero" / "tuning.json"
+
+
+def _record(text: str) -> Path | None:
+    return Path() if text == "0" else Path(text) if text else None
 
 
 def _one_of(name: str, text: str, words: tuple[str, ...]) -> str:

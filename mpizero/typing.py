@@ -131,10 +131,10 @@ class CommunicatorLike(Protocol):
         """Return at least `nbytes` of memory that is kept from call to call."""
         ...
 
-    def perform(self, what: str, steps: Iterator[Wait]) -> None:
-        """Run a collective's steps to their end, behind those that are under way."""
+    def perform(self, what: Any, steps: Iterator[Wait]) -> None:
+        """Run a collective's steps to their end, behind those that are under way; `what` names it, or is an `About`."""
         ...
 
-    def submit(self, what: str, steps: Iterator[Wait], result: Any, then: Callable[[], None] | None = None) -> Any:
+    def submit(self, what: Any, steps: Iterator[Wait], result: Any, then: Callable[[], None] | None = None) -> Any:
         """Run a collective's steps in the background; return a `Work`, whose `wait` calls `then`."""
         ...

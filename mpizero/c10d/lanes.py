@@ -34,14 +34,8 @@ class GroupCommunicator(Communicator):
         self._queue = shared
         self.under_way = shared.jobs
 
-    def submit(self, what: str, steps: Iterator[Wait], result: Any, then: Callable[[], None] | None = None) -> Job:
-        """Run a collective's steps in the background, as `Communicator` does, or in the thread that waits for it."""
-        if not self._in_background:
-            return super().submit(what, steps, result, then)
-        with self.exclusive(what):
-            job = _SharedJob(self._queue, self.transport.voice.carry(steps), result, then)
-            self._queue.add(job)
-            return job
+    def _work(self, steps: Iterator[Wait], result: Any, then: Callable[[], None] | None) -> Job:
+        return _SharedJob(self._queue, steps, result, then)
 
 
 class _SharedJob(Job):

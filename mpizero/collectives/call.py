@@ -154,7 +154,6 @@ class Call:
 
     def start(self, algorithm: str, *, result: Any = None, async_op: bool = False) -> Any:
         """Choose the algorithm and run it; return `result`, or a `Work` that gives it."""
-        name = self.operation.name
         route = self.route()
         if route.device is not None:
             with route.device.current():
@@ -162,9 +161,9 @@ class Call:
         chosen = route.choose(algorithm)
         plan = plan_on_host(route, chosen) if route.total or route.uneven else None
         if async_op:
-            return self.comm.submit(name, self._steps(plan), result)
+            return self.comm.submit(route.about(chosen), self._steps(plan), result)
         if plan is not None:
-            self.comm.perform(name, self._steps(plan))
+            self.comm.perform(route.about(chosen), self._steps(plan))
         elif self.out is not None:
             self.out.give_back()
         return result
@@ -172,19 +171,19 @@ class Call:
     def _start_on_device(self, route: Route, algorithm: str, *, result: Any, async_op: bool) -> Any:
         chosen = choose_on_device(route, algorithm)
         plan = plan_on_device(route, chosen) if route.total or route.uneven else None
-        return self.run_on_device(plan, route, result=result, async_op=async_op)
+        return self.run_on_device(plan, route, chosen, result=result, async_op=async_op)
 
-    def run_on_device(self, plan: DevicePlan | None, route: Route, *, result: Any, async_op: bool) -> Any:
+    def run_on_device(self, plan: DevicePlan | None, route: Route, chosen: str, *, result: Any, async_op: bool) -> Any:
         """Run a plan on device memory, in order with the caller's streams; see [Note: streams and MPI]."""
         assert route.device is not None  # noqa: S101
-        name = self.operation.name
+        what = route.about(chosen)
         fence = Fence(route.device, (self.x, self.out))
         steps: Iterator[Wait] = iter(())
         if plan is not None:
             steps = fence.around(ready_side(route), plan.streams, plan.steps(*self.views()))
         if async_op:
-            return self.comm.submit(name, steps, result, fence.join)
-        self.comm.perform(name, steps)
+            return self.comm.submit(what, steps, result, fence.join)
+        self.comm.perform(what, steps)
         fence.join()
         return result
 

@@ -39,7 +39,7 @@ class Prepared:
         route = call.route()
         self.algorithm = route.choose(algorithm) if route.device is None else choose_on_device(route, algorithm)
         """The algorithm that was chosen."""
-        self._name, self._result = call.operation.name, result
+        self._about, self._result = route.about(self.algorithm), result
         self._comm: Any = call.comm
         self._call, self._route = call, route
         self._source, self._output = call.views()
@@ -59,17 +59,20 @@ class Prepared:
         comm, run = self._comm, self._run
         if self._device_plan is not None and self._route.device is not None:
             with self._route.device.current():
-                return self._call.run_on_device(self._device_plan, self._route, result=self._result, async_op=False)
+                ran = self._call.run_on_device
+                return ran(self._device_plan, self._route, self.algorithm, result=self._result, async_op=False)
         if run is None or self._plan is None:
             return self._result
         if comm.under_way:
-            comm.perform(self._name, self._plan.steps(self._source, self._output))
+            comm.perform(self._about, self._plan.steps(self._source, self._output))
             return self._result
-        comm.enter(self._name)
+        comm.enter(self._about)
         try:
             run()
-        finally:
-            comm.leave()
+        except BaseException as error:
+            comm.give_up(error)
+            raise
+        comm.leave()
         return self._result
 
 

@@ -18,6 +18,7 @@ from mpizero.comm import world
 
 if TYPE_CHECKING:
     from mpizero.collectives.route import Plan
+    from mpizero.comm import About
     from mpizero.typing import Bytes
 
 __all__ = ["quick"]
@@ -56,20 +57,23 @@ def quick(operation: str, x: Any, comm: Any, out: Any, words: tuple[Any, ...]) -
     if plans is None:
         plans = comm.notes["plans"] = {}
     try:
-        plan: Any = plans.get(key)
+        found: Any = plans.get(key)
     except TypeError:  # a list for a word: the long way says what is wrong with it
         return False
-    if plan is None:
-        plan = _decide(operation, (x, out), comm, words)
+    if found is None:
+        found = _decide(operation, (x, out), comm, words)
         if len(plans) < MOST:
-            plans[key] = plan
-    if plan is False:
+            plans[key] = found
+    if found is False:
         return False
-    comm.enter(operation)
+    plan, about = found
+    comm.enter(about)
     try:
         plan.run(source, output)
-    finally:
-        comm.leave()
+    except BaseException as error:
+        comm.give_up(error)
+        raise
+    comm.leave()
     return True
 
 
@@ -81,8 +85,11 @@ def _apart(x: Any, source: Bytes | None, out: Any) -> Bytes | None:
     return output
 
 
-def _decide(operation: str, arrays: tuple[Any, Any], comm: Any, words: tuple[Any, ...]) -> Plan | bool:
-    """Check as the verb does; return the plan for arrays like these, or False where the short way is not for them."""
+def _decide(operation: str, arrays: tuple[Any, Any], comm: Any, words: tuple[Any, ...]) -> tuple[Plan, About] | bool:
+    """Check as the verb does; return the plan for arrays like these and what there is to say of it, or False.
+
+    False says that the short way is not for them.
+    """
     x, out = arrays
     algorithm, *values = words
     named = dict(zip(_WORDS[operation], values, strict=True))
@@ -92,4 +99,4 @@ def _decide(operation: str, arrays: tuple[Any, Any], comm: Any, words: tuple[Any
     route = call.route()
     if not route.total or route.choose(algorithm) != LOADS:
         return False
-    return plan_on_host(route, LOADS)
+    return plan_on_host(route, LOADS), route.about(LOADS)

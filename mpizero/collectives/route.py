@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
-from mpizero.collectives.agree import Signature, pack
+from mpizero.collectives.agree import Signature, pack, unpack
 from mpizero.collectives.buffers import Arithmetic, Layout
 from mpizero.collectives.phase import Meeting
 from mpizero.collectives.select import Case, choose
+from mpizero.comm import About
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -111,3 +113,15 @@ class Route:
         on_device = self.device is not None
         signature = pack(Signature(name, self.dtype.name, self.op, self.root, count, on_device))
         return Meeting(name, self.root, signature, extra, f"{name} (loads)")
+
+    def about(self, algorithm: str) -> About:
+        """Return what the flight record and strict mode are told of the call."""
+        meeting = self.meeting()
+        return _about(meeting.signature, meeting.extra, self.total * self.dtype.itemsize, algorithm)
+
+
+@lru_cache(maxsize=1024)
+def _about(signature: int, extra: int, nbytes: int, algorithm: str) -> About:
+    call = unpack(signature)
+    counts = f" with counts #{extra:x}" if extra else ""
+    return About(call.operation, f"{call}{counts}", nbytes=nbytes, algorithm=algorithm)

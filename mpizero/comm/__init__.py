@@ -1,5 +1,6 @@
 """Who we talk to, and over which wire. Knows no algorithms and no reductions; the only floor that imports mpi4py."""
 
+from mpizero.comm.about import About
 from mpizero.comm.board import CELL, WORDS
 from mpizero.comm.communicator import Communicator, world
 from mpizero.comm.device_heap import device_mappings
@@ -14,6 +15,7 @@ __all__ = [
     "CELL",
     "STRANDS",
     "WORDS",
+    "About",
     "Communicator",
     "DeviceSide",
     "LoopbackCommunicator",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import threading
 import time
 from contextlib import contextmanager, suppress
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mpizero.comm.abort import abort, install_abort_hooks
+from mpizero.comm.about import About, about
 from mpizero.comm.board import make_board
 from mpizero.comm.describe import machine
 from mpizero.comm.health import Health
@@ -22,6 +24,7 @@ from mpizero.comm.native import NativeCollectives
 from mpizero.comm.pingpong import measure_links
 from mpizero.comm.progress import NAP, Queue, Work
 from mpizero.comm.raw import mpi
+from mpizero.comm.record import DONE, FAILED, record
 from mpizero.comm.segment import PAGE, share
 from mpizero.comm.side import DeviceSide
 from mpizero.comm.waiting import drive
@@ -41,6 +44,16 @@ __all__ = ["Communicator", "world"]
 LARGE = 1 << 20
 SLOW = 3e9
 """Bytes per second below which a link is taken to be TCP; InfiniBand and its like are above."""
+
+
+class Member(NamedTuple):
+    """Say who a rank of a communicator is."""
+
+    host: str
+    rank: int
+    """In the job."""
+    record: str
+    """Where its host has its record; "" where it keeps none."""
 
 
 class Communicator:
@@ -80,6 +93,9 @@ class Communicator:
         self._scratch = np.empty(0, np.uint8)
         self._busy = threading.Lock()
         self._queue = Queue()
+        self._calls = 0
+        self._open = 0
+        """The record's number of the call that holds the communicator."""
         self.under_way: Sized = self._queue.jobs
         """The collectives in the background that are not over."""
         self._in_background = module.Query_thread() == module.THREAD_MULTIPLE
@@ -89,12 +105,18 @@ class Communicator:
         """The ranks beyond slow links, to which messages are cut small."""
         self.notes: dict[Any, Any] = {}
         """What the floors above remember of this communicator."""
-        self.hosts: tuple[str, ...] = tuple(self._comm.allgather(socket.gethostname()))
+        self._record = record() if self.size > 1 else None
+        self.members = tuple(Member._make(row) for row in self._comm.allgather(self._member(module)))
+        """Who the ranks are."""
+        self.hosts: tuple[str, ...] = tuple(member.host for member in self.members)
         self.node = self._find_node(module)
         """The communicator of the ranks that share this rank's memory: itself where all do."""
         self.nodes: tuple[int, ...] = self._number_nodes()
         """The number of each rank's node, in the order of the nodes' lowest ranks."""
-        self.remember(self._comm.bcast(self._site_notes() if self.rank == 0 else None))
+        self.uid, notes = self._comm.bcast((1 + secrets.randbits(63), self._site_notes()) if self.rank == 0 else None)
+        self.remember(notes)
+        if self._record is not None:
+            self._record.open_group(self.uid, self.rank, [member.rank for member in self.members])
         shares = self.node is self and self.size > 1 and settings().loads
         self.board = make_board(self._comm, self.transport.timeout, self.health) if shares else None
         """The memory through which all ranks meet; None where they are on several hosts or can share none."""
@@ -102,6 +124,10 @@ class Communicator:
         self._sides: dict[int, DeviceSide] = {}
         if self.size > 1 and settings().abort:
             install_abort_hooks()
+
+    def _member(self, module: Any) -> Member:
+        path = "" if self._record is None else str(self._record.path)
+        return Member(host=socket.gethostname(), rank=module.COMM_WORLD.rank, record=path)
 
     def _find_node(self, module: Any) -> Communicator:
         split = self._comm.Split_type(module.COMM_TYPE_SHARED)
@@ -180,7 +206,7 @@ class Communicator:
         return self._scratch
 
     @contextmanager
-    def exclusive(self, what: str) -> Iterator[None]:
+    def exclusive(self, what: str | About) -> Iterator[None]:
         """Hold the communicator for one collective.
 
         Raises:
@@ -191,23 +217,52 @@ class Communicator:
         self.enter(what)
         try:
             yield
-        finally:
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        else:
             self.leave()
 
-    def enter(self, what: str) -> None:
+    def enter(self, what: str | About) -> None:
         """Begin one collective; see `exclusive`, which ends it too."""
+        self._hold(what)
+        if self._record is not None:
+            self._open = self._begin(what)
+
+    def leave(self) -> None:
+        """End what `enter` began, all being well."""
+        if self._open:
+            self._record.end(self._open)  # type: ignore[union-attr]  # there is one where anything is open
+            self._open = 0
+        self._busy.release()
+
+    def give_up(self, error: BaseException) -> None:
+        """End what `enter` began with an error, which is told what the other ranks do if that is why."""
+        number, self._open = self._open, 0
+        self.finished(number, error)
+        self._busy.release()
+
+    def finished(self, number: int, error: BaseException | None) -> None:
+        """Say in the record that a call is over."""
+        if self._record is None or not number:
+            return
+        self._record.end(number, DONE if error is None else FAILED)
+
+    def _begin(self, what: str | About) -> int:
+        """Enter a call in the record."""
+        self._calls += 1
+        what = about(what) if isinstance(what, str) else what
+        return self._record.begin(self.uid, self._calls, what, self.transport.voice.label)  # type: ignore[union-attr]
+
+    def _hold(self, what: str | About) -> None:
         if not self._busy.acquire(blocking=False):
             raise CollectiveError(
-                f"{what}: a communicator must be used by one thread at a time (got a second one, "
+                f"{_name(what)}: a communicator must be used by one thread at a time (got a second one, "
                 f"{threading.current_thread().name!r}): give each thread its own mpizero.Communicator(...)"
             )
         if not self.health.sound:
             self._busy.release()
-            self._refuse(what)
-
-    def leave(self) -> None:
-        """End what `enter` began."""
-        self._busy.release()
+            self._refuse(_name(what))
 
     def _refuse(self, what: str) -> None:
         if self.closed:
@@ -219,7 +274,7 @@ class Communicator:
             "match those of the other ranks, end the job"
         ) from failure
 
-    def perform(self, what: str, steps: Iterator[Wait]) -> None:
+    def perform(self, what: str | About, steps: Iterator[Wait]) -> None:
         """Run a collective's steps to their end, behind those that are under way.
 
         Raises:
@@ -231,14 +286,16 @@ class Communicator:
         with self.exclusive(what):
             drive(steps)
 
-    def submit(self, what: str, steps: Iterator[Wait], result: Any, then: Callable[[], None] | None = None) -> Work:
+    def submit(
+        self, what: str | About, steps: Iterator[Wait], result: Any, then: Callable[[], None] | None = None
+    ) -> Work:
         """Run a collective's steps in the background, behind those that are under way.
 
         Where MPI does not grant `MPI_THREAD_MULTIPLE`, and the caller does not drive them, they are run at once
         instead.
 
         Args:
-            what: the collective's name, for errors.
+            what: the collective, for errors and the record.
             steps: see [Note: steps] in `waiting`.
             result: what the work's `wait` returns.
             then: called by `wait`, in the thread that waits, before it returns.
@@ -246,14 +303,22 @@ class Communicator:
         Raises:
             CollectiveError: as of `exclusive`.
         """
-        with self.exclusive(what):
-            if not (self._in_background or self.driven_by_caller):
+        if not (self._in_background or self.driven_by_caller):
+            with self.exclusive(what):
                 drive(steps)
-                return Work.finished(result, then)
-            steps = self.transport.voice.carry(steps)
-            work = Work(steps, result, self._queue if self.driven_by_caller else None, then)
+            return Work.finished(result, then)
+        self._hold(what)
+        try:
+            work = self._work(self.transport.voice.carry(steps), result, then)
+            if self._record is not None:
+                work.number, work.comm = self._begin(what), self
             self._queue.add(work)
-            return work
+        finally:
+            self._busy.release()
+        return work
+
+    def _work(self, steps: Iterator[Wait], result: Any, then: Callable[[], None] | None) -> Work:
+        return Work(steps, result, self._queue if self.driven_by_caller else None, then)
 
     def let_caller_drive(self, *, on: bool = True) -> None:
         """Have asynchronous collectives move only in `progress` and `Work.wait`, or, with False, in the background.
@@ -345,6 +410,8 @@ class Communicator:
         if self._heap is not None:
             self._heap.close()
         self.board = None
+        if self._record is not None:
+            self._record.close_group(self.uid)
         if "private" in self.__dict__:
             self.private.close()
         self._comm.Free()
@@ -367,6 +434,10 @@ def world() -> Communicator:
     if len(set(comm.nodes)) > 1:
         comm.remember({"links": measure_links(comm.mpi, comm.nodes)})
     return comm
+
+
+def _name(what: str | About) -> str:
+    return what if isinstance(what, str) else what.name
 
 
 def _check_launch(module: Any) -> None:

@@ -184,14 +184,14 @@ class LoopbackCommunicator:
         """Mark the messages sent inside; see `Communicator.channel`."""
         return self.transport.voice.speak(number + 1, label)
 
-    def perform(self, what: str, steps: Iterator[Wait]) -> None:  # noqa: ARG002  (the signature is the protocol's)
+    def perform(self, what: Any, steps: Iterator[Wait]) -> None:  # noqa: ARG002  (the signature is the protocol's)
         """Run a collective's steps to their end: every rank is a thread of its own here."""
         drive(steps)
 
     def progress(self) -> None:
         """Do nothing: everything is over when `submit` returns."""
 
-    def submit(self, what: str, steps: Iterator[Wait], result: Any, then: Callable[[], None] | None = None) -> Work:
+    def submit(self, what: Any, steps: Iterator[Wait], result: Any, then: Callable[[], None] | None = None) -> Work:
         """Run a collective's steps at once, and return them as done."""
         self.perform(what, steps)
         return Work.finished(result, then)

@@ -69,6 +69,9 @@ class Work:
         self._since = 0.0
         self.error: BaseException | None = None
         """What ended it, if that was an error."""
+        self.comm: Any = None
+        """The communicator that is told when it is over, with `number`."""
+        self.number = 0
         self._over = threading.Event()
 
     @classmethod
@@ -152,6 +155,8 @@ class Work:
         self.error = error
         self._steps = self._current = None
         self.ended = time.perf_counter()
+        if self.comm is not None:
+            self.comm.finished(self.number, error)
         self._over.set()
 
 

@@ -1,0 +1,37 @@
+"""What a rank calls, in words: for the flight record, for the comparison of ranks and for errors."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from hashlib import blake2b
+
+__all__ = ["About", "about"]
+
+
+class About:
+    """Say what a rank calls; made once for calls that are alike, since its parts cost microseconds."""
+
+    __slots__ = ("digest", "name", "nbytes", "number", "text")
+
+    def __init__(self, name: str, text: str = "", *, nbytes: int = 0, algorithm: str = "") -> None:
+        """Describe a call.
+
+        Args:
+            name: the collective's name, for errors.
+            text: all that must be the same on all ranks; the name where nothing else must.
+            nbytes: bytes of the whole buffer.
+            algorithm: how it is done, for the record.
+        """
+        self.name = name
+        self.nbytes = nbytes
+        self.digest = int.from_bytes(blake2b((text or name).encode(), digest_size=8).digest(), "little")
+        """A hash of the text, the same in every process."""
+        self.text = f"{text or name} by {algorithm}" if algorithm else text or name
+        self.number = 0
+        """Where the text stands in this process's record; 0 before it was written there."""
+
+
+@lru_cache(maxsize=256)
+def about(name: str) -> About:
+    """Return what there is to say of a call of which nothing but the name is known."""
+    return About(name)

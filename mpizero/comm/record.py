@@ -1,0 +1,305 @@
+"""The flight record: what this rank called last, in a file mapped in memory that others read without its help.
+
+[Note: record] One file per rank, of fixed size, on a disk or memory of its host:
+
+    header     who this is, and how it ended
+    groups     the communicators that are open: uid, size, this rank, members
+    texts      every text once; its number is its place
+    ring       the last `ENTRIES` calls: which, on which communicator, when it began and ended
+
+It is written by stores alone, so it costs no system call, and it is there after a crash, a kill and a stop: the kernel
+keeps a mapped file's pages. Peers on the host read it while it is written; an entry's number is stored with it, and a
+reader drops an entry whose number does not fit its place. While the process lives it holds a lock on the file, which
+the kernel drops with it: so a reader knows whether the rank is alive, in another container too.
+
+Times are seconds of `time.monotonic`, one clock for all processes of a host; the header has the wall clock's offset.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import getpass
+import itertools
+import mmap
+import os
+import socket
+import struct
+import sys
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpizero.comm.raw import mpi
+from mpizero.settings import settings
+
+if TYPE_CHECKING:
+    from mpizero.comm.about import About
+
+__all__ = [
+    "DIED",
+    "DONE",
+    "FAILED",
+    "LEFT",
+    "RUNNING",
+    "STOPPED",
+    "UNDER_WAY",
+    "Record",
+    "clean",
+    "folder",
+    "record",
+]
+
+MAGIC = b"mpizrec1"
+SUFFIX = ".record"
+RUNNING, LEFT, DIED, STOPPED = range(1, 5)
+"""States of a rank: at work; ended by its own exit; ended by an exception; ended by a signal or by mpizero."""
+UNDER_WAY, DONE, FAILED = range(1, 4)
+"""States of a call."""
+
+ENTRIES = 4096
+GROUPS = 512
+TEXTS = 128 << 10
+
+HEADER = np.dtype(
+    [
+        ("magic", "S8"),
+        ("rank", "<i4"),
+        ("size", "<i4"),
+        ("pid", "<u4"),
+        ("state", "<u4"),
+        ("wall", "<f8"),
+        ("began", "<f8"),
+        ("ended", "<f8"),
+        ("host", "<u4"),
+        ("command", "<u4"),
+        ("cause", "<u4"),
+        ("room", "<u4"),
+        ("stacks", "<u4"),
+    ]
+)
+"""`wall` is the wall clock less the monotonic one; `room` the bytes of texts in use; host, command, cause: texts;
+`stacks` is 1 where the process writes its threads' stacks into the file beside this one at SIGUSR2."""
+GROUP = np.dtype([("uid", "<u8"), ("size", "<i4"), ("rank", "<i4"), ("members", "<u4"), ("label", "<u4")])
+ENTRY = np.dtype(
+    [
+        ("number", "<u8"),
+        ("uid", "<u8"),
+        ("sequence", "<u8"),
+        ("nbytes", "<u8"),
+        ("about", "<u4"),
+        ("label", "<u4"),
+        ("start", "<f8"),
+        ("state", "<u4"),
+        ("spare", "<u4"),
+        ("end", "<f8"),
+    ]
+)
+_BEGIN = struct.Struct("<QQQQIIdI4xd").pack_into
+_END = struct.Struct("<I4xd").pack_into
+_AT_STATE = ENTRY.fields["state"][1]  # type: ignore[index]  # it has fields
+AT_GROUPS = 4096
+AT_TEXTS = AT_GROUPS + GROUPS * GROUP.itemsize
+AT_RING = AT_TEXTS + TEXTS
+SIZE = AT_RING + ENTRIES * ENTRY.itemsize
+
+OLD = 24 * 3600.0
+"""Seconds after which the record of a rank that failed is removed by whoever starts next."""
+MOST = 512
+"""Records of ranks that failed that are left, the newest."""
+
+
+class Record:
+    """Be this process's record."""
+
+    def __init__(self, path: Path, rank: int, size: int) -> None:
+        """Make the file.
+
+        Args:
+            path: where; its folder must exist.
+            rank: the process's number in the job.
+            size: ranks of the job.
+
+        Raises:
+            OSError: where there is no room, or no right to write.
+        """
+        self.path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.posix_fallocate(self._file, 0, SIZE)  # a hole that finds no room later would be a SIGBUS
+        self._map = mmap.mmap(self._file, SIZE)
+        self._header = np.frombuffer(self._map, HEADER, 1)
+        self._groups = np.frombuffer(self._map, GROUP, GROUPS, AT_GROUPS)
+        self._texts: dict[str, int] = {}
+        self._room = 8  # no text has the number 0
+        self._numbers = itertools.count(1)
+        self._latest = 0
+        self._owner = os.getpid()
+        head = self._header[0]
+        head["rank"], head["size"], head["pid"], head["state"] = rank, size, self._owner, RUNNING
+        head["began"] = time.monotonic()
+        head["wall"] = time.time() - head["began"]
+        head["host"], head["command"] = self.text(socket.gethostname()), self.text(" ".join(sys.argv)[:1000])
+        head["magic"] = MAGIC
+
+    @property
+    def memory(self) -> mmap.mmap:
+        """Return what is written to, for reading."""
+        return self._map
+
+    def text(self, text: str) -> int:
+        """Return the number of a text, written at its first use; that of a last text for all when there is no room."""
+        number = self._texts.get(text)
+        if number is None:
+            data = text.encode(errors="replace")[: 16 << 10]
+            if self._room + 2 + len(data) > TEXTS - 64 and text != "(no room for more texts)":
+                number = self.text("(no room for more texts)")
+            else:
+                number, at = self._room, AT_TEXTS + self._room
+                self._map[at : at + 2 + len(data)] = len(data).to_bytes(2, "little") + data
+                self._room = number + 2 + len(data)
+                self._header["room"] = self._room
+            self._texts[text] = number
+        return number
+
+    def open_group(self, uid: int, rank: int, members: list[int], label: str = "") -> None:
+        """Enter a communicator.
+
+        Args:
+            uid: its number, the same on all its ranks.
+            rank: this process's rank in it.
+            members: the job's ranks that it has, in order.
+            label: what it is for.
+        """
+        free = np.flatnonzero(self._groups["uid"] == 0)
+        if free.size:
+            row = self._groups[free[0]]
+            row["size"], row["rank"] = len(members), rank
+            row["members"], row["label"] = self.text(_ranges(members)), self.text(label) if label else 0
+            row["uid"] = uid
+
+    def close_group(self, uid: int) -> None:
+        """Give the row of a communicator back."""
+        self._groups["uid"][self._groups["uid"] == uid] = 0
+
+    def begin(self, uid: int, sequence: int, what: About, label: str) -> int:
+        """Enter a call that begins now; return its number for `end`.
+
+        Args:
+            uid: of the communicator.
+            sequence: how many calls this rank has made on it, with this one.
+            what: the call.
+            label: what it is about, as a unit of a model; "" for nothing.
+        """
+        self._latest = number = next(self._numbers)
+        at = AT_RING + number % ENTRIES * 64
+        text = what.number or self._number(what)
+        spoken = self.text(label) if label else 0
+        _BEGIN(self._map, at, number, uid, sequence, what.nbytes, text, spoken, monotonic(), UNDER_WAY, 0.0)
+        return number
+
+    def _number(self, what: About) -> int:
+        what.number = self.text(what.text)
+        return what.number
+
+    def end(self, number: int, state: int = DONE) -> None:
+        """Say that a call is over, unless so many have begun since that its place is another's."""
+        if self._latest - number < ENTRIES:
+            _END(self._map, AT_RING + number % ENTRIES * 64 + _AT_STATE, state, monotonic())
+
+    def conclude(self, state: int, cause: str) -> None:
+        """Say how this process ends; the first word counts."""
+        head = self._header[0]
+        if head["state"] == RUNNING and os.getpid() == self._owner:
+            head["cause"], head["ended"] = self.text(cause[: 4 << 10]), time.monotonic()
+            head["state"] = state
+
+    def remove(self) -> None:
+        """Remove the file; what is mapped stays readable for those that have it mapped."""
+        if os.getpid() == self._owner:
+            self.path.unlink(missing_ok=True)
+            self.stacks.unlink(missing_ok=True)
+
+    @property
+    def stacks(self) -> Path:
+        """Return where the threads' stacks are written."""
+        return self.path.with_suffix(".stacks")
+
+    def has_stacks(self) -> None:
+        """Say that SIGUSR2 has this process write them."""
+        self._header["stacks"] = 1
+
+
+def _ranges(ranks: list[int]) -> str:
+    """Return ranks as text, `0-3,8`: an order that is not rising is kept."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(f"{low}-{high}" if high > low else str(low) for low, high in runs)
+
+
+def folder() -> Path | None:
+    """Return the folder of this user's records on this host; None where none are kept."""
+    chosen = settings().record
+    if chosen is not None and not chosen.name:
+        return None
+    return chosen or Path(tempfile.gettempdir()) / f"mpizero-{_user()}"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # an id without a name
+        return str(os.getuid())
+
+
+@cache
+def record() -> Record | None:
+    """Return this process's record, made at the first call; None where none is kept.
+
+    Starts MPI. `MPIZERO_RECORD=0` keeps none; so does a host without room, which is said once.
+    """
+    place = folder()
+    if place is None:
+        return None
+    world = mpi().COMM_WORLD
+    name = f"{time.time_ns() // 1000:x}-{os.getpid()}-{world.rank:06d}{SUFFIX}"
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        clean(place)
+        return Record(place / name, world.rank, world.size)
+    except OSError as error:
+        text = f"mpizero: rank {world.rank} keeps no flight record ({error}); MPIZERO_RECORD names another folder\n"
+        os.write(2, text.encode(errors="replace"))
+        return None
+
+
+def clean(place: Path) -> None:
+    """Remove the records of processes that are gone: those that ended well, and the old ones of the others."""
+    kept = []
+    for path in place.glob(f"*{SUFFIX}"):
+        try:
+            with path.open("rb") as file:
+                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                head = np.frombuffer(file.read(HEADER.itemsize), HEADER)[0]
+                age = time.time() - path.stat().st_mtime
+        except (OSError, ValueError, IndexError):
+            continue  # alive, or gone meanwhile
+        if head["state"] == LEFT or age > OLD:
+            _remove(path)
+        else:
+            kept.append((age, path))
+    for _, path in sorted(kept)[MOST:]:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    for one in (path, path.with_suffix(".stacks")):
+        one.unlink(missing_ok=True)

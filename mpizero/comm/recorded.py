@@ -1,0 +1,230 @@
+"""Reading flight records: a live peer's, or those that a job has left; see [Note: record] in `record`."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mpizero.comm.record import (
+    AT_GROUPS,
+    AT_RING,
+    AT_TEXTS,
+    ENTRIES,
+    ENTRY,
+    GROUP,
+    GROUPS,
+    HEADER,
+    MAGIC,
+    SIZE,
+    UNDER_WAY,
+)
+from mpizero.errors import ArgumentError, must_be
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["Call", "Group", "Recorded"]
+
+
+class Call(NamedTuple):
+    """Be one call of a rank."""
+
+    number: int
+    """Among all calls of the rank, from 1."""
+    uid: int
+    """Of the communicator."""
+    sequence: int
+    """Among the rank's calls on the communicator, from 1: the same call on every rank of it."""
+    what: str
+    label: str
+    """What it was about, as a unit of a model; "" for nothing."""
+    nbytes: int
+    state: int
+    """`UNDER_WAY`, `DONE` or `FAILED`."""
+    start: float
+    """In seconds of the host's monotonic clock."""
+    end: float
+    """The same; 0 while it is under way."""
+
+    @property
+    def title(self) -> str:
+        """Return the call as `all_gather #1041 (blocks.7)`."""
+        name = self.what.partition("(")[0]
+        return f"{name} #{self.sequence}" + (f" ({self.label})" if self.label else "")
+
+
+class Group(NamedTuple):
+    """Be one communicator as one of its ranks sees it."""
+
+    uid: int
+    rank: int
+    """Of the record's rank."""
+    members: tuple[int, ...]
+    """The job's ranks that it has, in order."""
+    label: str
+
+
+class Recorded:
+    """Be one rank's record, which may be written meanwhile."""
+
+    def __init__(self, path: Path, memory: mmap.mmap | None = None) -> None:
+        """Map a file, or read this process's own record in its memory: its lock is lost with a file that is opened here.
+
+        Raises:
+            OSError: where it cannot be read.
+            ArgumentError: for what is no record, or a part of one.
+        """
+        self.path = path
+        self._file = -1 if memory else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        size = SIZE if memory else os.fstat(self._file).st_size
+        if size == SIZE:
+            memory = memory or mmap.mmap(self._file, SIZE, prot=mmap.PROT_READ)
+            self._memory = memoryview(memory)
+            self._header: Any = np.frombuffer(memory, HEADER, 1)[0]
+            self._groups = np.frombuffer(memory, GROUP, GROUPS, AT_GROUPS)
+            self._ring = np.frombuffer(memory, ENTRY, ENTRIES, AT_RING)
+            self._texts: dict[int, str] = {0: ""}
+        if size != SIZE or self._header["magic"] != MAGIC:
+            os.close(self._file)
+            got = f"{size} bytes" if size != SIZE else "other contents"
+            raise ArgumentError(must_be(str(path), f"a flight record of {SIZE} bytes", got, "was it copied whole?"))
+
+    @property
+    def rank(self) -> int:
+        """Return the rank in the job."""
+        return int(self._header["rank"])
+
+    @property
+    def size(self) -> int:
+        """Return the ranks of the job."""
+        return int(self._header["size"])
+
+    @property
+    def pid(self) -> int:
+        """Return the process's id on its host."""
+        return int(self._header["pid"])
+
+    @cached_property
+    def host(self) -> str:
+        """Return the host's name."""
+        return self.text(int(self._header["host"]))
+
+    @cached_property
+    def command(self) -> str:
+        """Return the command line."""
+        return self.text(int(self._header["command"]))
+
+    @property
+    def state(self) -> int:
+        """Return `RUNNING`, `LEFT`, `DIED` or `STOPPED`, as the rank itself has said; see `is_alive`."""
+        return int(self._header["state"])
+
+    @property
+    def cause(self) -> str:
+        """Return why it ended; "" where it did not say."""
+        return self.text(int(self._header["cause"]))
+
+    @property
+    def wall(self) -> float:
+        """Return what to add to the record's times to get seconds since 1970."""
+        return float(self._header["wall"])
+
+    @property
+    def began(self) -> float:
+        """Return when the record was begun, in its own times."""
+        return float(self._header["began"])
+
+    @property
+    def ended(self) -> float:
+        """Return when the rank said that it ends; 0 where it did not."""
+        return float(self._header["ended"])
+
+    @property
+    def has_stacks(self) -> bool:
+        """Return whether SIGUSR2 makes the process write its stacks."""
+        return bool(self._header["stacks"])
+
+    def is_alive(self) -> bool:
+        """Return whether the process holds its lock; True of one's own."""
+        if self._file < 0:
+            return True
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        fcntl.lockf(self._file, fcntl.LOCK_UN)
+        return False
+
+    def text(self, number: int) -> str:
+        """Return a text by its number."""
+        if number not in self._texts:
+            at = AT_TEXTS + number
+            length = int.from_bytes(self._memory[at : at + 2], "little")
+            self._texts[number] = bytes(self._memory[at + 2 : at + 2 + length]).decode(errors="replace")
+        return self._texts[number]
+
+    def groups(self) -> list[Group]:
+        """Return the communicators that are open."""
+        rows = self._groups[self._groups["uid"] != 0]
+        return [
+            Group(
+                int(row["uid"]),
+                int(row["rank"]),
+                _members(self.text(int(row["members"]))),
+                self.text(int(row["label"])),
+            )
+            for row in rows
+        ]
+
+    def calls(self) -> list[Call]:
+        """Return the calls that are left in the ring, in their order."""
+        return self._calls(np.flatnonzero(self._ring["number"]))
+
+    def under_way(self) -> list[Call]:
+        """Return the calls that are not over, in their order."""
+        return self._calls(np.flatnonzero(self._ring["state"] == UNDER_WAY))
+
+    def latest(self, uid: int | None = None) -> Call | None:
+        """Return the last call that began, on a communicator or on any."""
+        places = np.flatnonzero(self._ring["number"] if uid is None else self._ring["uid"] == uid)
+        if not places.size:
+            return None
+        found = self._calls(places[[np.argmax(self._ring["number"][places])]])
+        return found[0] if found else None
+
+    def sequence(self, uid: int) -> int:
+        """Return how many calls the rank has begun on a communicator, as far as the ring goes."""
+        of_group = self._ring["sequence"][self._ring["uid"] == uid]
+        return int(of_group.max()) if of_group.size else 0
+
+    def _calls(self, places: np.ndarray[Any, Any]) -> list[Call]:
+        rows = self._ring[places]
+        rows = rows[rows["number"] % ENTRIES == places]  # the others are being written
+        rows = rows[np.argsort(rows["number"], kind="stable")]
+        return [
+            Call(
+                number=int(row["number"]),
+                uid=int(row["uid"]),
+                sequence=int(row["sequence"]),
+                what=self.text(int(row["about"])),
+                label=self.text(int(row["label"])),
+                nbytes=int(row["nbytes"]),
+                state=int(row["state"]),
+                start=float(row["start"]),
+                end=float(row["end"]),
+            )
+            for row in rows
+        ]
+
+
+def _members(text: str) -> tuple[int, ...]:
+    found: list[int] = []
+    for run in filter(None, text.split(",")):
+        low, _, high = run.partition("-")
+        found += range(int(low), int(high or low) + 1)
+    return tuple(found)
