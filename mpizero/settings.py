@@ -22,6 +22,9 @@ class Settings:
 
     timeout: float = 600.0
     """`MPIZERO_TIMEOUT`: seconds that a collective waits for its peers before it raises."""
+    on_timeout: str = "raise"
+    """`MPIZERO_ON_TIMEOUT`: `raise` ends a wait that takes longer than that with an error, which ends the job unless it
+    is caught; `wait` says where the other ranks are and goes on waiting."""
     abort: bool = True
     """`MPIZERO_ABORT`: whether an uncaught exception on one rank ends the whole job."""
     tuning: Path | None = None
@@ -56,6 +59,7 @@ def settings() -> Settings:
     threads = env.get("OMP_NUM_THREADS", env.get("MKL_NUM_THREADS"))
     return Settings(
         timeout=_positive("MPIZERO_TIMEOUT", env.get("MPIZERO_TIMEOUT", "600")),
+        on_timeout=_one_of("MPIZERO_ON_TIMEOUT", env.get("MPIZERO_ON_TIMEOUT", "raise"), ("raise", "wait")),
         abort=env.get("MPIZERO_ABORT", "1") != "0",
         tuning=_tuning(env.get("MPIZERO_TUNING", ""), env.get("XDG_CACHE_HOME", "")),
         loads=env.get("MPIZERO_LOADS", "1") != "0",

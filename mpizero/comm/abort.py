@@ -14,26 +14,34 @@ import traceback
 from typing import TYPE_CHECKING
 
 from mpizero.comm.raw import mpi
+from mpizero.comm.record import DIED, STOPPED, record
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
 __all__ = ["abort", "install_abort_hooks"]
 
 _MARK = "_mpizero_abort_hook"
+SHORT = 200
+"""Characters of an error that comes after another rank's."""
 
 
 def abort(code: int) -> None:
     """End every rank of the job at once with the exit code `code`."""
+    _conclude(STOPPED, f"abort({code})")
     mpi().COMM_WORLD.Abort(code)
     os._exit(code)  # an MPI whose Abort returns must not let this rank go on
 
 
-def install_abort_hooks() -> None:
+def install_abort_hooks(told: Callable[[], bool]) -> None:
     """Make an uncaught exception, in any thread, print its traceback with rank and host and abort the job.
 
     Called with the first communicator of more than one rank, not at import. `MPIZERO_ABORT=0` leaves Python's hooks as
     they are. A hook of the user's that was installed before still runs, ahead of the abort.
+
+    Args:
+        told: whether another rank has already said why the job ends: this one is short then.
     """
     if getattr(sys.excepthook, _MARK, False):
         return
@@ -44,7 +52,7 @@ def install_abort_hooks() -> None:
             if previous is not sys.__excepthook__:
                 previous(kind, error, trace)
         finally:
-            _end(kind, error, trace)
+            _end(error, told)
 
     def hook_in_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_type is SystemExit:  # ends a thread without a word, as Python does
@@ -53,20 +61,30 @@ def install_abort_hooks() -> None:
             if previous_in_thread is not threading.__excepthook__:
                 previous_in_thread(args)
         finally:
-            _end(args.exc_type, args.exc_value, args.exc_traceback)
+            _end(args.exc_value, told)
 
     setattr(hook, _MARK, True)
     sys.excepthook = hook
     threading.excepthook = hook_in_thread
 
 
-def _end(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+def _conclude(state: int, cause: str) -> None:
+    """Say in the record, if one has been made, how this rank ends."""
+    mine = record() if record.cache_info().currsize else None
+    if mine is not None:
+        mine.conclude(state, cause)
+
+
+def _end(error: BaseException | None, told: Callable[[], bool]) -> None:
     """Print the traceback in one write, so that the ranks' texts do not mix, and abort, whatever fails on the way."""
     try:
-        text = "".join(traceback.format_exception(kind, error, trace))
+        cause = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
+        text = "".join(traceback.format_exception(error)) if error is not None else ""
         world = mpi().COMM_WORLD
-        head = f"mpizero: rank {world.rank} of {world.size} on {socket.gethostname()} raised; ending the job\n"
-        os.write(2, (head + text).encode(errors="replace"))
+        who = f"mpizero: rank {world.rank} of {world.size} on {socket.gethostname()} raised"
+        shown = f"{who} too: {cause[:SHORT]}\n" if told() else f"{who}; ending the job\n{text}"
+        _conclude(DIED, cause)
+        os.write(2, shown.encode(errors="replace"))
         sys.stdout.flush()
     finally:
         abort(1)

@@ -8,7 +8,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,11 +24,13 @@ from mpizero.comm.native import NativeCollectives
 from mpizero.comm.pingpong import measure_links
 from mpizero.comm.progress import NAP, Queue, Work
 from mpizero.comm.raw import mpi
-from mpizero.comm.record import DONE, FAILED, record
+from mpizero.comm.record import DONE, FAILED
 from mpizero.comm.segment import PAGE, share
 from mpizero.comm.side import DeviceSide
+from mpizero.comm.standing import Member
 from mpizero.comm.waiting import drive
-from mpizero.errors import ArgumentTypeError, CollectiveError, LaunchError, must_be
+from mpizero.comm.watch import has_been_told, watch
+from mpizero.errors import ArgumentTypeError, CollectiveError, CollectiveTimeoutError, LaunchError, must_be
 from mpizero.settings import settings
 
 if TYPE_CHECKING:
@@ -44,16 +46,6 @@ __all__ = ["Communicator", "world"]
 LARGE = 1 << 20
 SLOW = 3e9
 """Bytes per second below which a link is taken to be TCP; InfiniBand and its like are above."""
-
-
-class Member(NamedTuple):
-    """Say who a rank of a communicator is."""
-
-    host: str
-    rank: int
-    """In the job."""
-    record: str
-    """Where its host has its record; "" where it keeps none."""
 
 
 class Communicator:
@@ -105,29 +97,32 @@ class Communicator:
         """The ranks beyond slow links, to which messages are cut small."""
         self.notes: dict[Any, Any] = {}
         """What the floors above remember of this communicator."""
-        self._record = record() if self.size > 1 else None
-        self.members = tuple(Member._make(row) for row in self._comm.allgather(self._member(module)))
-        """Who the ranks are."""
-        self.hosts: tuple[str, ...] = tuple(member.host for member in self.members)
+        self._watch = watch() if self.size > 1 else None
+        self._record = None if self._watch is None else self._watch.mine
+        who = self._who(module)
+        self.hosts: tuple[str, ...] = tuple(host for host, *_ in who)
         self.node = self._find_node(module)
         """The communicator of the ranks that share this rank's memory: itself where all do."""
         self.nodes: tuple[int, ...] = self._number_nodes()
         """The number of each rank's node, in the order of the nodes' lowest ranks."""
         self.uid, notes = self._comm.bcast((1 + secrets.randbits(63), self._site_notes()) if self.rank == 0 else None)
         self.remember(notes)
-        if self._record is not None:
-            self._record.open_group(self.uid, self.rank, [member.rank for member in self.members])
+        if self._watch is not None:
+            self._watch.enlist(self.uid, tuple(map(Member, *zip(*who, strict=True), self.nodes)), self.rank)
         shares = self.node is self and self.size > 1 and settings().loads
         self.board = make_board(self._comm, self.transport.timeout, self.health) if shares else None
         """The memory through which all ranks meet; None where they are on several hosts or can share none."""
         self._heap: Heap | None = None
         self._sides: dict[int, DeviceSide] = {}
         if self.size > 1 and settings().abort:
-            install_abort_hooks()
+            install_abort_hooks(has_been_told)
 
-    def _member(self, module: Any) -> Member:
+    def _who(self, module: Any) -> list[tuple[str, int, str]]:
+        """Return all ranks' hosts, ranks in the job, and records ("" for none). Collective."""
         path = "" if self._record is None else str(self._record.path)
-        return Member(host=socket.gethostname(), rank=module.COMM_WORLD.rank, record=path)
+        mine = (socket.gethostname(), module.COMM_WORLD.rank, path)
+        rows: list[tuple[str, int, str]] = self._comm.allgather(mine)
+        return rows
 
     def _find_node(self, module: Any) -> Communicator:
         split = self._comm.Split_type(module.COMM_TYPE_SHARED)
@@ -244,8 +239,10 @@ class Communicator:
 
     def finished(self, number: int, error: BaseException | None) -> None:
         """Say in the record that a call is over."""
-        if self._record is None or not number:
+        if self._record is None or self._watch is None or not number:
             return
+        if isinstance(error, CollectiveTimeoutError) or (error is not None and error.__cause__ is not None):
+            error.args = ("\n".join(filter(None, (str(error), self._watch.report(number)))),)
         self._record.end(number, DONE if error is None else FAILED)
 
     def _begin(self, what: str | About) -> int:
@@ -388,6 +385,14 @@ class Communicator:
             self._sides[device.number] = DeviceSide(self, device)
         return self._sides[device.number]
 
+    def watch_hosts(self) -> None:
+        """Have the ranks of different hosts tell each other where they are, if all keep records. Collective.
+
+        For a communicator over all ranks of the job, in the job's order, whose MPI grants MPI_THREAD_MULTIPLE.
+        """
+        if self._watch is not None and self._in_background:
+            self._watch.link(self.uid, self._comm)
+
     def abort(self, code: int = 1) -> None:
         """End every rank of the job at once with the exit code `code`."""
         abort(code)
@@ -410,8 +415,8 @@ class Communicator:
         if self._heap is not None:
             self._heap.close()
         self.board = None
-        if self._record is not None:
-            self._record.close_group(self.uid)
+        if self._watch is not None:
+            self._watch.dismiss(self.uid)
         if "private" in self.__dict__:
             self.private.close()
         self._comm.Free()
@@ -431,6 +436,7 @@ def world() -> Communicator:
         MpiNotFoundError, LaunchError: see `Communicator`.
     """
     comm = Communicator()
+    comm.watch_hosts()
     if len(set(comm.nodes)) > 1:
         comm.remember({"links": measure_links(comm.mpi, comm.nodes)})
     return comm

@@ -10,7 +10,7 @@ from mpizero.comm.raw import mpi
 from mpizero.comm.stats import Stats
 from mpizero.comm.voice import Voice
 from mpizero.comm.waiting import ADVICE, poll, spins_for
-from mpizero.errors import CollectiveTimeoutError
+from mpizero.errors import CollectiveError, CollectiveTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +33,12 @@ SMALL_PIECE = 32 << 10
 bytes that go the other way, and half of the wire is idle where two ranks exchange large ones: docs/decisions/0007."""
 WINDOW = 64
 """Pieces of one message that are under way at a time, so that a slow receiver is not sent megabytes to keep."""
+
+UNLIKE = (
+    "Every rank must make the same collective calls in the same order, with the same dtype, size and arguments; "
+    "MPIZERO_STRICT=1 compares them"
+)
+"""What a message of an unexpected size means."""
 
 Lane = tuple[str, int]
 """`send to` or `receive from`, and the peer."""
@@ -61,6 +67,8 @@ class MessageTransport:
         """Pieces that are not posted yet."""
         module = mpi()
         self._byte = module.BYTE
+        self.refusal: type[Exception] = module.Exception
+        """What MPI raises, for a message that is longer than the memory for it too."""
         self.test_all = module.Request.Testall
         self.test_some = module.Request.Testsome
         self.spins = spins_for(mpi_comm.size)
@@ -135,8 +143,17 @@ class _Requests:
         self._test_all = transport.test_all
 
     def done(self) -> bool:
-        """Return whether all have come; posts pieces that were kept back."""
-        return bool(self._test_all(self.requests)) if not self.waiting else self._follow()
+        """Return whether all have come; posts pieces that were kept back.
+
+        Raises:
+            CollectiveError: where a message is of another size than the one that was expected.
+        """
+        try:
+            return bool(self._test_all(self.requests)) if not self.waiting else self._follow()
+        except self.transport.refusal as error:
+            self.transport.abandon(self.requests)
+            here = f"{self.what}: rank {self.transport.rank} of {self.transport.size}"
+            raise CollectiveError(f"{here} got a message that it did not expect ({error}). {UNLIKE}") from error
 
     def _follow(self) -> bool:
         for index in self.transport.test_some(self.requests) or ():

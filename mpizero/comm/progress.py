@@ -18,7 +18,8 @@ from collections import deque
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from mpizero.comm.waiting import drive
+from mpizero.comm.waiting import drive, goes_on, tell_late
+from mpizero.comm.watch import LOOK, look_around
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -67,6 +68,8 @@ class Work:
         """When it was over, in seconds of `time.perf_counter`; 0 before."""
         self._current: Wait | None = None
         self._since = 0.0
+        self._patience = 1
+        """By how many time-outs a wait has to be late to be told; see `MPIZERO_ON_TIMEOUT`."""
         self.error: BaseException | None = None
         """What ended it, if that was an error."""
         self.comm: Any = None
@@ -137,10 +140,15 @@ class Work:
         if self._current is not None:
             waited = time.perf_counter() - self._since
             if not self._current.done():
-                if self._queue is not None or not self._current.overdue(waited):
+                if self._queue is not None or not self._current.overdue(waited / self._patience):
+                    return False
+                late = self._current.late()
+                if goes_on():
+                    self._patience *= 2
+                    tell_late(waited, waited, str(late))
                     return False
                 self._current.settle(waited, finished=False)
-                raise self._current.late()
+                raise late
             # A caller that drives the queue has computed meanwhile, and waited for nothing.
             self._current.settle(waited if self._queue is None else 0.0, finished=True)
         assert self._steps is not None  # noqa: S101  (work without steps is done, and never advanced)
@@ -235,7 +243,7 @@ class _Engine:
                 self._wake.notify()
 
     def _run(self) -> None:
-        idle = 0
+        idle, look = 0, 0.0
         while True:
             with self._wake:
                 self._queues = [queue for queue in self._queues if queue.jobs]
@@ -246,6 +254,9 @@ class _Engine:
                 queues = list(self._queues)
             moved = [queue.advance() for queue in queues]
             idle = 0 if any(moved) else idle + 1
+            if idle > PASSES and time.monotonic() > look:
+                look = time.monotonic() + LOOK
+                look_around()
             time.sleep(_nap(idle, slow=all(queue.slow for queue in queues)))
 
 

@@ -30,7 +30,7 @@ import time
 from functools import cache
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
@@ -138,9 +138,9 @@ class Record:
         self._room = 8  # no text has the number 0
         self._numbers = itertools.count(1)
         self._latest = 0
-        self._owner = os.getpid()
+        self.pid = os.getpid()
         head = self._header[0]
-        head["rank"], head["size"], head["pid"], head["state"] = rank, size, self._owner, RUNNING
+        head["rank"], head["size"], head["pid"], head["state"] = rank, size, self.pid, RUNNING
         head["began"] = time.monotonic()
         head["wall"] = time.time() - head["began"]
         head["host"], head["command"] = self.text(socket.gethostname()), self.text(" ".join(sys.argv)[:1000])
@@ -214,24 +214,24 @@ class Record:
     def conclude(self, state: int, cause: str) -> None:
         """Say how this process ends; the first word counts."""
         head = self._header[0]
-        if head["state"] == RUNNING and os.getpid() == self._owner:
+        if head["state"] == RUNNING and os.getpid() == self.pid:
             head["cause"], head["ended"] = self.text(cause[: 4 << 10]), time.monotonic()
             head["state"] = state
 
     def remove(self) -> None:
         """Remove the file; what is mapped stays readable for those that have it mapped."""
-        if os.getpid() == self._owner:
-            self.path.unlink(missing_ok=True)
-            self.stacks.unlink(missing_ok=True)
+        if os.getpid() == self.pid:
+            _remove(self.path)
 
     @property
     def stacks(self) -> Path:
         """Return where the threads' stacks are written."""
         return self.path.with_suffix(".stacks")
 
-    def has_stacks(self) -> None:
-        """Say that SIGUSR2 has this process write them."""
+    def open_stacks(self) -> TextIO:
+        """Return the open file for them, and say that SIGUSR2 has this process write there."""
         self._header["stacks"] = 1
+        return self.stacks.open("w")
 
 
 def _ranges(ranks: list[int]) -> str:

@@ -52,6 +52,11 @@ class Call(NamedTuple):
     """The same; 0 while it is under way."""
 
     @property
+    def plain(self) -> str:
+        """Return what was called, without how it is done, which ranks need not have in common."""
+        return self.what.rpartition(" by ")[0] or self.what
+
+    @property
     def title(self) -> str:
         """Return the call as `all_gather #1041 (blocks.7)`."""
         name = self.what.partition("(")[0]
@@ -73,7 +78,7 @@ class Recorded:
     """Be one rank's record, which may be written meanwhile."""
 
     def __init__(self, path: Path, memory: mmap.mmap | None = None) -> None:
-        """Map a file, or read this process's own record in its memory: its lock is lost with a file that is opened here.
+        """Map a file, or read this process's own in its memory: a file that is opened here loses its lock when closed.
 
         Raises:
             OSError: where it cannot be read.
@@ -197,10 +202,10 @@ class Recorded:
         found = self._calls(places[[np.argmax(self._ring["number"][places])]])
         return found[0] if found else None
 
-    def sequence(self, uid: int) -> int:
-        """Return how many calls the rank has begun on a communicator, as far as the ring goes."""
-        of_group = self._ring["sequence"][self._ring["uid"] == uid]
-        return int(of_group.max()) if of_group.size else 0
+    def call(self, uid: int, sequence: int) -> Call | None:
+        """Return a communicator's call by its number; None where the rank has not made it, or too long ago."""
+        found = self._calls(np.flatnonzero((self._ring["uid"] == uid) & (self._ring["sequence"] == sequence)))
+        return found[0] if found else None
 
     def _calls(self, places: np.ndarray[Any, Any]) -> list[Call]:
         rows = self._ring[places]

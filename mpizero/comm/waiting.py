@@ -15,6 +15,8 @@ import time
 from typing import TYPE_CHECKING
 
 from mpizero.comm.launch import cores
+from mpizero.comm.watch import LOOK, look_around, story
+from mpizero.settings import settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -65,17 +67,31 @@ def poll(done: Callable[[], bool], timeout: float, missing: Callable[[], str], *
             return True
         os.sched_yield()
     start = time.monotonic()
-    told = False
+    look, tell = LOOK, LATE
     while not done():
         waited = time.monotonic() - start
-        if waited > timeout:
-            return False
-        if waited > LATE and not told:
-            told = True
-            text = f"mpizero: waiting since {LATE:.0f} s, of {timeout:g} s (MPIZERO_TIMEOUT): {missing()}\n"
-            os.write(2, text.encode(errors="replace"))
+        if waited > look:
+            look = waited + LOOK
+            look_around()
+        if waited > tell or waited > timeout:
+            if waited > timeout and not goes_on():
+                return False
+            tell_late(waited, timeout, missing())
+            tell, timeout = float("inf"), timeout if waited <= timeout else 2 * timeout
         time.sleep(NAP)
     return True
+
+
+def goes_on() -> bool:
+    """Return whether a rank waits on after the time-out; where it does, it says more rarely for whom."""
+    return settings().on_timeout == "wait"
+
+
+def tell_late(waited: float, timeout: float, missing: str) -> None:
+    """Say on stderr how long this rank has been waiting, for what, and where the others are."""
+    where = story()
+    text = f"mpizero: waiting since {waited:.0f} s, of {timeout:g} s (MPIZERO_TIMEOUT): {missing}\n"
+    os.write(2, f"{text}{where}{chr(10) * bool(where)}".encode(errors="replace"))
 
 
 def drive(steps: Iterator[Wait]) -> None:

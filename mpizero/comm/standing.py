@@ -1,0 +1,119 @@
+"""Where a rank is, in words: seen from a call that another waits in, read from its record."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from mpizero.comm.record import DONE, RUNNING, UNDER_WAY
+from mpizero.comm.stacks import where
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mpizero.comm.recorded import Call, Recorded
+
+__all__ = ["Member", "Standing", "after", "died", "grouped", "has_done", "standing"]
+
+SHOWN = 12
+"""Ranks in a list; the others are counted."""
+
+
+class Member(NamedTuple):
+    """Say who a rank of a communicator is."""
+
+    host: str
+    rank: int
+    """In the job."""
+    record: str
+    """Where its host has its record; "" where it keeps none."""
+    node: int
+    """The number of its host among the job's."""
+
+
+class Standing(NamedTuple):
+    """Say where a rank is, seen from a call that another waits in."""
+
+    rank: int
+    """In the job."""
+    gone: bool
+    """Whether it will not come any more."""
+    text: str
+
+
+def standing(rank: int, peer: Recorded | None, seen_from: Call) -> Standing:
+    """Say where a rank is, by its record (None where that is gone), seen from a call in which another waits."""
+    if peer is None:
+        return Standing(rank, gone=True, text="left")
+    if peer.state == RUNNING and not peer.is_alive():
+        return Standing(rank, gone=True, text=died(peer))
+    if peer.state != RUNNING:
+        return Standing(rank, gone=not has_done(peer, seen_from), text=f"ended ({peer.cause}){after(peer)}")
+    stopped = "stopped (by SIGSTOP, or a debugger), " if _is_stopped(peer.pid) else ""
+    return Standing(rank, gone=False, text=stopped + _stage(peer, seen_from))
+
+
+def _stage(peer: Recorded, seen_from: Call) -> str:
+    call = peer.call(seen_from.uid, seen_from.sequence)
+    if call is None:
+        return f"not in it yet: {_whereabouts(peer)}"
+    if call.state != UNDER_WAY:
+        return "through it already" if call.state == DONE else "gave it up"
+    return "waiting in it too" if call.plain == seen_from.plain else f"in {call.plain} in its place"
+
+
+def _whereabouts(peer: Recorded) -> str:
+    """Say what a rank does that has not come to a call."""
+    now = time.monotonic()
+    under_way = peer.under_way()
+    if under_way:
+        calls = ", and in ".join(
+            f"{call.title}, {call.plain}, since {now - call.start:.1f} s" for call in under_way[:4]
+        )
+        return f"in {calls}"
+    last = peer.latest()
+    since = peer.began if last is None else last.end
+    place = where(peer)
+    return f"in code of its own since {now - since:.1f} s{after(peer)}" + (f", at {place}" if place else "")
+
+
+def has_done(peer: Recorded, call: Call) -> bool:
+    """Return whether a rank that has left did all that a call needs of it."""
+    its = peer.call(call.uid, call.sequence)
+    return its is not None and its.state == DONE
+
+
+def died(peer: Recorded) -> str:
+    """Say of a rank whose process is gone without a word what it was in."""
+    under_way = peer.under_way()
+    place = f" in {under_way[-1].title}" if under_way else f" in code of its own{after(peer)}"
+    return f"died{place} (killed, or by os._exit)"
+
+
+def after(peer: Recorded) -> str:
+    """Say which call a rank made last."""
+    last = peer.latest()
+    return f" after {last.title}" if last is not None else " before its first call"
+
+
+def _is_stopped(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in {"T", "t"}
+    return False
+
+
+def grouped(standings: Sequence[Standing]) -> str:
+    """Return standings as lines, ranks with the same text in one; those that are missing first."""
+    texts: dict[str, list[int]] = {}
+    for one in standings:
+        texts.setdefault(one.text, []).append(one.rank)
+    last = ("waiting in it too", "through it already")
+    lines = sorted(texts.items(), key=lambda item: (item[0].endswith(last), min(item[1])))
+    return "\n".join(f"  rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}: {text}" for text, ranks in lines)
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = [str(rank) for rank in sorted(ranks)]
+    return ", ".join(shown[:12]) + (f" and {len(shown) - 12} more" if len(shown) > 12 else "")

@@ -1,0 +1,246 @@
+"""Who is late, and who is gone: what a rank that waits finds out about the others, by their records.
+
+[Note: gone] A rank that exits while others wait for it leaves them waiting for ever under every MPI; so does one that
+ends by `os._exit` under some. A rank that waits looks at its peers' records four times a second. It ends the job, and
+says why, where a peer has died, or has left without having come to the call that it waits for. A rank that leaves says
+so in its record and then waits for the others before it lets MPI finalize, so that nobody is stuck in there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import signal
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpizero.comm.abort import abort
+from mpizero.comm.control import Control
+from mpizero.comm.raw import mpi
+from mpizero.comm.record import DIED, LEFT, RUNNING, STOPPED, Record, record
+from mpizero.comm.recorded import Call, Recorded
+from mpizero.comm.standing import Standing, after, died, grouped, has_done, standing
+from mpizero.errors import ArgumentError
+from mpizero.settings import settings
+
+if TYPE_CHECKING:
+    from mpizero.comm.standing import Member
+
+__all__ = ["LOOK", "Watch", "look_around", "story", "watch"]
+
+LOOK = 0.25
+"""Seconds between two looks at the peers of the host."""
+FIRST_QUESTION, LAST_PAUSE = 1.0, 30.0
+"""Seconds of waiting before the other hosts are asked, and most of a pause before they are asked again."""
+DYING = 3.0
+"""Seconds that the launcher has to end the job after a rank has aborted it, before the others do so themselves."""
+TURN = 0.05
+"""Seconds by which a rank is ahead of the next in saying what ended the job: one of a host is enough."""
+NAPS = (0.002, 0.05)
+"""The shortest and the longest sleep of a rank that has left and waits for the others."""
+
+
+class Watch:
+    """Look after the other ranks of this process's communicators."""
+
+    def __init__(self, mine: Record) -> None:
+        """Use this process's own record."""
+        self.mine = mine
+        self.own = Recorded(mine.path, mine.memory)
+        self.control: Control | None = None
+        """What asks and answers other hosts; None on one host."""
+        self._members: dict[int, tuple[Member, ...]] = {}
+        self._here: dict[int, Path] = {}
+        """The records of the job's other ranks on this host."""
+        self._read: dict[int, Recorded | None] = {}
+        self._looking = threading.Lock()
+        self._asked: dict[tuple[int, int], tuple[float, float]] = {}
+        """Per call, when the other hosts were asked last, and the pause until they are asked again."""
+        self._aborted = 0.0
+        """When a rank was first seen to have aborted."""
+
+    def enlist(self, uid: int, members: tuple[Member, ...], rank: int) -> None:
+        """Look after the ranks of one more communicator, in which this one has the number `rank`."""
+        self.mine.open_group(uid, rank, [member.rank for member in members])
+        self._members[uid] = members
+        for member in members:
+            if member.node == members[rank].node and member.rank != self.own.rank and member.record:
+                self._here[member.rank] = Path(member.record)
+
+    def dismiss(self, uid: int) -> None:
+        """Forget a communicator that is closed."""
+        self.mine.close_group(uid)
+        self._members.pop(uid, None)
+
+    def link(self, uid: int, mpi_comm: Any) -> None:
+        """Have this host's ranks and the others' answer each other; collective over all ranks of the job."""
+        members = self._members[uid]
+        if len({member.node for member in members}) > 1 and all(member.record for member in members):
+            self.control = Control(mpi_comm, self.answer)
+
+    def look(self) -> None:
+        """End the job where a rank that this one waits for is gone; return at once where another thread looks."""
+        if not self._looking.acquire(blocking=False):
+            return
+        try:
+            waits = self.own.under_way()
+            for rank in list(self._here):
+                self._look_at(rank, waits)
+            for call in waits:
+                self._look_far(call)
+        finally:
+            self._looking.release()
+
+    def _look_at(self, rank: int, waits: list[Call]) -> None:
+        peer = self._peer(rank)
+        if peer is None:
+            return  # it has left, and its record with it: all that there was to say was said before
+        state, alive = peer.state, peer.is_alive()
+        if state == RUNNING:
+            if not alive and peer.state == RUNNING:
+                self.end(f"rank {rank} on {peer.host} {died(peer)}")
+            return
+        if state != LEFT:
+            self._aborted = self._aborted or time.monotonic()
+            if time.monotonic() - self._aborted > DYING:
+                self.end(f"rank {rank} on {peer.host} ended ({peer.cause})")
+            return
+        for call in waits:
+            if rank in self._ranks(call.uid) and not has_done(peer, call):
+                self.end(f"rank {rank} on {peer.host} left ({peer.cause}){after(peer)}; {self._waits(call)}")
+
+    def _look_far(self, call: Call) -> None:
+        """Ask the other hosts, the longer the wait the less often; one rank of each host does."""
+        now = time.monotonic()
+        asked, pause = self._asked.get((call.uid, call.sequence), (call.start, FIRST_QUESTION))
+        if self.control is None or now - asked < pause or call.uid not in self._members:
+            return
+        self._asked = {key: value for key, value in self._asked.items() if value[0] > now - 2 * LAST_PAUSE}
+        self._asked[call.uid, call.sequence] = now, min(2 * pause, LAST_PAUSE)
+        before = [rank for rank in self._here if rank < self.own.rank and rank in self._ranks(call.uid)]
+        if any((peer := self._peer(rank)) is not None and peer.call(call.uid, call.sequence) for rank in before):
+            return
+        for one in self.control.ask(self._members[call.uid], call):
+            if one.gone:
+                self.end(f"rank {one.rank} {one.text}; {self._waits(call)}")
+
+    def _waits(self, call: Call) -> str:
+        return f"rank {self.own.rank} waits for it in {call.title} since {time.monotonic() - call.start:.1f} s"
+
+    def report(self, number: int) -> str:
+        """Return where the other ranks are, seen from one of this process's calls, several lines; "" if unknown."""
+        call = next((one for one in self.own.calls() if one.number == number), None)
+        if call is None or call.uid not in self._members:
+            return ""
+        members = self._members[call.uid]
+        standings = self.standings(call)
+        if self.control is not None:
+            standings += self.control.ask(members, call)
+        told = {one.rank for one in standings} | {self.own.rank}
+        standings += [
+            Standing(member.rank, gone=False, text=f"on {member.host} does not answer")
+            for member in members
+            if member.rank not in told
+        ]
+        return f"where the other ranks are, seen from {call.title}, {call.what}:\n" + grouped(standings)
+
+    def standings(self, call: Call) -> list[Standing]:
+        """Return where the other ranks of this host are, seen from a call of a rank of any host."""
+        return [standing(rank, self._peer(rank), call) for rank in self._ranks(call.uid) if rank in self._here]
+
+    def answer(self, call: Call) -> list[Standing]:
+        """Return where the ranks of this host are, this one included, seen from a call of another host's rank."""
+        mine = [standing(self.own.rank, self.own, call)] if self.own.rank in self._ranks(call.uid) else []
+        return mine + self.standings(call)
+
+    def _ranks(self, uid: int) -> list[int]:
+        return [member.rank for member in self._members.get(uid, ())]
+
+    def _peer(self, rank: int) -> Recorded | None:
+        """Return the record of a rank of this host; None where it is gone."""
+        if rank not in self._read:
+            try:
+                self._read[rank] = Recorded(self._here[rank])
+            except (OSError, ArgumentError):
+                self._read[rank] = None
+        return self._read[rank]
+
+    def end(self, text: str) -> None:
+        """End the job; of several ranks of a host that find the same, the first says why."""
+        time.sleep(TURN * min(sum(rank < self.own.rank for rank in self._here), 20))
+        said = self.has_been_told()
+        self.mine.conclude(STOPPED, text)
+        if not said:
+            os.write(2, f"mpizero: {text}; ending the job\n".encode(errors="replace"))
+        abort(1)
+
+    def has_been_told(self) -> bool:
+        """Return whether another rank of this host has said why the job ends."""
+        return any((peer := self._peer(rank)) is not None and peer.state in {DIED, STOPPED} for rank in self._here)
+
+    def leave(self) -> None:
+        """Say that this rank exits, and wait until all have come to that or the job is ended; see [Note: gone]."""
+        if os.getpid() != self.mine.pid or mpi().Is_finalized():
+            return
+        self.mine.conclude(LEFT, "it exits")
+        if self.own.state != LEFT:
+            return  # it raised, or was ended
+        world = mpi().COMM_WORLD
+        nap = NAPS[0]
+        while self._some_are_left():
+            world.Iprobe()  # messages that others still wait for move while this rank is in MPI
+            time.sleep(nap)
+            nap = min(2 * nap, NAPS[1])
+        if self.control is not None:
+            self.control.close()
+        self.mine.remove()
+
+    def _some_are_left(self) -> bool:
+        """Return whether some rank of the job has not come to its end; end the job where one has died."""
+        for rank in self._here:
+            peer = self._peer(rank)
+            if peer is None or peer.state == LEFT:
+                continue
+            if peer.state == RUNNING and not peer.is_alive() and peer.state == RUNNING:
+                self.end(f"rank {rank} on {peer.host} {died(peer)}, and did not come to its end")
+            return peer.state == RUNNING
+        return self.control is not None and not self.control.all_have_left()
+
+
+@cache
+def watch() -> Watch | None:
+    """Return what looks after the other ranks, made at the first call; None where no records are kept. Starts MPI."""
+    mine = record()
+    if mine is None:
+        return None
+    made = Watch(mine)
+    if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
+        faulthandler.register(signal.SIGUSR2, file=mine.open_stacks(), all_threads=True)
+    if settings().abort:
+        atexit.register(made.leave)
+    return made
+
+
+def look_around() -> None:
+    """Look at the peers once, from a wait that has lasted; see [Note: gone]."""
+    found = watch() if watch.cache_info().currsize else None
+    if found is not None and settings().abort:
+        found.look()
+
+
+def has_been_told() -> bool:
+    """Return whether another rank of this host has said why the job ends."""
+    found = watch() if watch.cache_info().currsize else None
+    return found is not None and found.has_been_told()
+
+
+def story() -> str:
+    """Return where the other ranks are, seen from all that this process waits in; "" where nothing is known."""
+    found: Any = watch() if watch.cache_info().currsize else None
+    if found is None:
+        return ""
+    return "\n".join(filter(None, (found.report(call.number) for call in found.own.under_way())))
