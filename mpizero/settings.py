@@ -25,6 +25,10 @@ class Settings:
     on_timeout: str = "raise"
     """`MPIZERO_ON_TIMEOUT`: `raise` ends a wait that takes longer than that with an error, which ends the job unless it
     is caught; `wait` says where the other ranks are and goes on waiting."""
+    strict: bool = False
+    """`MPIZERO_STRICT`: whether every collective is compared over its ranks before it begins."""
+    strict_timeout: float = 60.0
+    """`MPIZERO_STRICT_TIMEOUT`: seconds that a rank waits there for the others."""
     abort: bool = True
     """`MPIZERO_ABORT`: whether an uncaught exception on one rank ends the whole job."""
     tuning: Path | None = None
@@ -60,6 +64,8 @@ def settings() -> Settings:
     return Settings(
         timeout=_positive("MPIZERO_TIMEOUT", env.get("MPIZERO_TIMEOUT", "600")),
         on_timeout=_one_of("MPIZERO_ON_TIMEOUT", env.get("MPIZERO_ON_TIMEOUT", "raise"), ("raise", "wait")),
+        strict=bool(_switch("MPIZERO_STRICT", env.get("MPIZERO_STRICT", ""))),
+        strict_timeout=_positive("MPIZERO_STRICT_TIMEOUT", env.get("MPIZERO_STRICT_TIMEOUT", "60")),
         abort=env.get("MPIZERO_ABORT", "1") != "0",
         tuning=_tuning(env.get("MPIZERO_TUNING", ""), env.get("XDG_CACHE_HOME", "")),
         loads=env.get("MPIZERO_LOADS", "1") != "0",

@@ -162,10 +162,7 @@ class Call:
         plan = plan_on_host(route, chosen) if route.total or route.uneven else None
         if async_op:
             return self.comm.submit(route.about(chosen), self._steps(plan), result)
-        if plan is not None:
-            self.comm.perform(route.about(chosen), self._steps(plan))
-        elif self.out is not None:
-            self.out.give_back()
+        self.comm.perform(route.about(chosen), self._steps(plan))
         return result
 
     def _start_on_device(self, route: Route, algorithm: str, *, result: Any, async_op: bool) -> Any:

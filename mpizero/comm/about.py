@@ -11,7 +11,7 @@ __all__ = ["About", "about"]
 class About:
     """Say what a rank calls; made once for calls that are alike, since its parts cost microseconds."""
 
-    __slots__ = ("digest", "name", "nbytes", "number", "text")
+    __slots__ = ("digest", "name", "nbytes", "number", "plain", "text")
 
     def __init__(self, name: str, text: str = "", *, nbytes: int = 0, algorithm: str = "") -> None:
         """Describe a call.
@@ -24,9 +24,11 @@ class About:
         """
         self.name = name
         self.nbytes = nbytes
-        self.digest = int.from_bytes(blake2b((text or name).encode(), digest_size=8).digest(), "little")
-        """A hash of the text, the same in every process."""
-        self.text = f"{text or name} by {algorithm}" if algorithm else text or name
+        self.plain = text or name
+        """What must be the same on all ranks."""
+        self.digest = int.from_bytes(blake2b(self.plain.encode(), digest_size=8).digest(), "little")
+        """A hash of that, the same in every process."""
+        self.text = f"{self.plain} by {algorithm}" if algorithm else self.plain
         self.number = 0
         """Where the text stands in this process's record; 0 before it was written there."""
 

@@ -28,6 +28,7 @@ from mpizero.comm.record import DONE, FAILED
 from mpizero.comm.segment import PAGE, share
 from mpizero.comm.side import DeviceSide
 from mpizero.comm.standing import Member
+from mpizero.comm.strict import Strict
 from mpizero.comm.waiting import drive
 from mpizero.comm.watch import has_been_told, watch
 from mpizero.errors import ArgumentTypeError, CollectiveError, CollectiveTimeoutError, LaunchError, must_be
@@ -56,12 +57,13 @@ class Communicator:
     much for the `node` where the ranks are on several hosts.
     """
 
-    def __init__(self, mpi_comm: Any = None, *, timeout: float | None = None) -> None:
+    def __init__(self, mpi_comm: Any = None, *, timeout: float | None = None, strict: bool | None = None) -> None:
         """Duplicate `mpi_comm`.
 
         Args:
             mpi_comm: an mpi4py intracommunicator; None means `MPI.COMM_WORLD`.
             timeout: seconds after which a wait raises `CollectiveTimeoutError`; None takes `MPIZERO_TIMEOUT`, or 600.
+            strict: whether every collective is compared over its ranks before it begins; None takes `MPIZERO_STRICT`.
 
         Raises:
             MpiNotFoundError: where no MPI library can be loaded; the text says how to get one.
@@ -105,13 +107,14 @@ class Communicator:
         """The communicator of the ranks that share this rank's memory: itself where all do."""
         self.nodes: tuple[int, ...] = self._number_nodes()
         """The number of each rank's node, in the order of the nodes' lowest ranks."""
-        self.uid, notes = self._comm.bcast((1 + secrets.randbits(63), self._site_notes()) if self.rank == 0 else None)
-        self.remember(notes)
-        if self._watch is not None:
-            self._watch.enlist(self.uid, tuple(map(Member, *zip(*who, strict=True), self.nodes)), self.rank)
+        self.uid = self._introduce(who)
+        """The communicator's number, the same on all its ranks and another's nowhere."""
         shares = self.node is self and self.size > 1 and settings().loads
         self.board = make_board(self._comm, self.transport.timeout, self.health) if shares else None
         """The memory through which all ranks meet; None where they are on several hosts or can share none."""
+        self.strict: Strict | None = None
+        """What compares the ranks' calls; None where nothing does."""
+        self.compare(on=settings().strict if strict is None else strict)
         self._heap: Heap | None = None
         self._sides: dict[int, DeviceSide] = {}
         if self.size > 1 and settings().abort:
@@ -124,10 +127,21 @@ class Communicator:
         rows: list[tuple[str, int, str]] = self._comm.allgather(mine)
         return rows
 
+    def _introduce(self, who: list[tuple[str, int, str]]) -> int:
+        """Agree on a number for the communicator, take over what rank 0 knows, and be watched. Collective."""
+        made: tuple[int, dict[str, Any]]
+        made = self._comm.bcast((1 + secrets.randbits(62), self._site_notes()) if self.rank == 0 else None)
+        uid, notes = made
+        self.remember(notes)
+        if self._watch is not None:
+            self._watch.enlist(uid, tuple(map(Member, *zip(*who, strict=True), self.nodes)), self.rank)
+        return uid
+
     def _find_node(self, module: Any) -> Communicator:
         split = self._comm.Split_type(module.COMM_TYPE_SHARED)
         try:
-            return self if split.size == self.size else Communicator(split, timeout=self.transport.timeout)
+            alone = split.size == self.size
+            return self if alone else Communicator(split, timeout=self.transport.timeout, strict=False)
         finally:
             split.Free()
 
@@ -149,8 +163,8 @@ class Communicator:
             if path is not None:
                 notes["tuning"] = path.read_text()
                 notes["machine"] = machine()
-        if world.cache_info().currsize and "links" in world().notes:
-            notes["links"] = world().notes["links"]
+        if _world.cache_info().currsize and "links" in _world().notes:
+            notes["links"] = _world().notes["links"]
         return notes
 
     def _number_nodes(self) -> tuple[int, ...]:
@@ -167,7 +181,7 @@ class Communicator:
 
         The first use is collective; it is the same one each time, since an MPI has only some 2,000 to give.
         """
-        return Communicator(self._comm, timeout=self.transport.timeout)
+        return Communicator(self._comm, timeout=self.transport.timeout, strict=self.strict is not None)
 
     @property
     def channel_number(self) -> int:
@@ -223,6 +237,27 @@ class Communicator:
         self._hold(what)
         if self._record is not None:
             self._open = self._begin(what)
+        if self.strict is not None:
+            try:
+                self._compare(what)
+            except BaseException as error:
+                self.give_up(error)
+                raise
+
+    def compare(self, *, on: bool = True) -> None:
+        """Have every collective compared over its ranks before it begins, or no more; collective. See `strict`."""
+        if self.size == 1 or on == (self.strict is not None):
+            return
+        if self.strict is not None:
+            self.strict.close()
+            self.strict = None
+            return
+        shares = self.board is not None
+        self.strict = Strict(self._comm, timeout=settings().strict_timeout, health=self.health, shares=shares)
+
+    def _compare(self, what: str | About) -> None:
+        if self.strict is not None:
+            self.strict.check(about(what) if isinstance(what, str) else what, self.transport.voice.label)
 
     def leave(self) -> None:
         """End what `enter` began, all being well."""
@@ -305,11 +340,15 @@ class Communicator:
                 drive(steps)
             return Work.finished(result, then)
         self._hold(what)
+        work = self._work(self.transport.voice.carry(steps), result, then)
         try:
-            work = self._work(self.transport.voice.carry(steps), result, then)
             if self._record is not None:
                 work.number, work.comm = self._begin(what), self
+            self._compare(what)
             self._queue.add(work)
+        except BaseException as error:
+            self.finished(work.number, error)
+            raise
         finally:
             self._busy.release()
         return work
@@ -358,7 +397,7 @@ class Communicator:
         """
         part = self._comm.Split(color, key)
         try:
-            return Communicator(part, timeout=self.transport.timeout)
+            return Communicator(part, timeout=self.transport.timeout, strict=self.strict is not None)
         finally:
             part.Free()
 
@@ -415,6 +454,8 @@ class Communicator:
         if self._heap is not None:
             self._heap.close()
         self.board = None
+        if self.strict is not None:
+            self.strict.close()
         if self._watch is not None:
             self._watch.dismiss(self.uid)
         if "private" in self.__dict__:
@@ -426,15 +467,26 @@ class Communicator:
         return f"Communicator(rank={self.rank}, size={self.size}, hosts={len(set(self.hosts))})"
 
 
-@cache
-def world() -> Communicator:
+def world(*, strict: bool | None = None) -> Communicator:
     """Return the communicator over all ranks of the job; the first call starts MPI and is collective.
 
     Where the ranks are on several hosts it times a few messages, for the choice of algorithms.
 
+    Args:
+        strict: whether every collective is compared over its ranks before it begins; None leaves it as it is, at first
+            as `MPIZERO_STRICT` says. A change is collective; communicators that were split off before keep theirs.
+
     Raises:
         MpiNotFoundError, LaunchError: see `Communicator`.
     """
+    comm = _world()
+    if strict is not None:
+        comm.compare(on=strict)
+    return comm
+
+
+@cache
+def _world() -> Communicator:
     comm = Communicator()
     comm.watch_hosts()
     if len(set(comm.nodes)) > 1:

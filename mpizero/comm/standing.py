@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Member", "Standing", "after", "died", "grouped", "has_done", "standing"]
 
+SOME = 4
+"""Calls of a rank that are told."""
 SHOWN = 12
 """Ranks in a list; the others are counted."""
 
@@ -58,21 +60,22 @@ def standing(rank: int, peer: Recorded | None, seen_from: Call) -> Standing:
 def _stage(peer: Recorded, seen_from: Call) -> str:
     call = peer.call(seen_from.uid, seen_from.sequence)
     if call is None:
-        return f"not in it yet: {_whereabouts(peer)}"
+        return f"not in it yet: {_whereabouts(peer, seen_from)}"
     if call.state != UNDER_WAY:
         return "through it already" if call.state == DONE else "gave it up"
     return "waiting in it too" if call.plain == seen_from.plain else f"in {call.plain} in its place"
 
 
-def _whereabouts(peer: Recorded) -> str:
+def _whereabouts(peer: Recorded, seen_from: Call) -> str:
     """Say what a rank does that has not come to a call."""
     now = time.monotonic()
     under_way = peer.under_way()
     if under_way:
-        calls = ", and in ".join(
-            f"{call.title}, {call.plain}, since {now - call.start:.1f} s" for call in under_way[:4]
-        )
-        return f"in {calls}"
+        calls = []
+        for call in under_way[:SOME]:
+            elsewhere = f" on {call.place}" if call.uid != seen_from.uid else ""
+            calls.append(f"{call.title}{elsewhere}, {call.plain}, since {now - call.start:.1f} s")
+        return f"in {', and in '.join(calls)}"
     last = peer.latest()
     since = peer.began if last is None else last.end
     place = where(peer)

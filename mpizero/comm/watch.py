@@ -146,7 +146,9 @@ class Watch:
             for member in members
             if member.rank not in told
         ]
-        return f"where the other ranks are, seen from {call.title}, {call.what}:\n" + grouped(standings)
+        return f"where the other ranks are, seen from {call.title}, {call.what}, on {call.place}:\n" + grouped(
+            standings
+        )
 
     def standings(self, call: Call) -> list[Standing]:
         """Return where the other ranks of this host are, seen from a call of a rank of any host."""
