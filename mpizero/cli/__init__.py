@@ -22,6 +22,7 @@ COMMANDS = {
     "doctor": "show what mpizero finds on this machine or in this job, and what is wrong with it",
     "explain": "say which algorithm a collective would take, and why",
     "plot": "draw results of bin/*_perf: time, bus bandwidth, speed-up over the MPI library",
+    "report": "say from the ranks' flight records what a job died of, or what it does now",
     "simulate": "reckon what a collective costs on a cluster, without one",
     "tune": "measure which algorithm is the quickest at each size; auto follows the result",
     "verify": "train a small model at every stage and check that all give the same bits",

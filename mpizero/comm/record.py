@@ -17,6 +17,7 @@ Times are seconds of `time.monotonic`, one clock for all processes of a host; th
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import getpass
 import itertools
@@ -51,6 +52,7 @@ __all__ = [
     "Record",
     "clean",
     "folder",
+    "is_locked",
     "record",
 ]
 
@@ -101,6 +103,8 @@ ENTRY = np.dtype(
 )
 _BEGIN = struct.Struct("<QQQQIIdI4xd").pack_into
 _END = struct.Struct("<I4xd").pack_into
+_LOCK = struct.Struct("hhqqi0q")
+"""The kernel's `struct flock`: type, whence, start, length, process."""
 _AT_STATE = ENTRY.fields["state"][1]  # type: ignore[index]  # it has fields
 AT_GROUPS = 4096
 AT_TEXTS = AT_GROUPS + GROUPS * GROUP.itemsize
@@ -109,7 +113,7 @@ SIZE = AT_RING + ENTRIES * ENTRY.itemsize
 
 OLD = 24 * 3600.0
 """Seconds after which the record of a rank that failed is removed by whoever starts next."""
-MOST = 512
+MOST = 256
 """Records of ranks that failed that are left, the newest."""
 
 
@@ -128,7 +132,7 @@ class Record:
             OSError: where there is no room, or no right to write.
         """
         self.path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.posix_fallocate(self._file, 0, SIZE)  # a hole that finds no room later would be a SIGBUS
         self._map = mmap.mmap(self._file, SIZE)
@@ -273,6 +277,8 @@ def record() -> Record | None:
     name = f"{time.time_ns() // 1000:x}-{os.getpid()}-{world.rank:06d}{SUFFIX}"
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if place.stat().st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "the folder is another user's", str(place))
         clean(place)
         return Record(place / name, world.rank, world.size)
     except OSError as error:
@@ -281,20 +287,41 @@ def record() -> Record | None:
         return None
 
 
+def is_locked(file: int) -> bool:
+    """Return whether another process holds a record's lock; asks the kernel, takes none.
+
+    A reader that took the lock, if for a moment, could have it while a rank that starts wants it.
+    """
+    asked = _LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+    return bool(_LOCK.unpack(fcntl.fcntl(file, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK)
+
+
+def _age(data: bytes) -> float:
+    """Return the seconds since a rank wrote last: of a mapped file on tmpfs, the file's own time is its making's."""
+    head = np.frombuffer(data, HEADER, 1)[0]
+    ring = np.frombuffer(data, ENTRY, ENTRIES, AT_RING)
+    last = max(head["began"], head["ended"], ring["start"].max(), ring["end"].max())
+    return float(time.time() - head["wall"] - last)
+
+
 def clean(place: Path) -> None:
     """Remove the records of processes that are gone: those that ended well, and the old ones of the others."""
     kept = []
     for path in place.glob(f"*{SUFFIX}"):
         try:
             with path.open("rb") as file:
-                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                head = np.frombuffer(file.read(HEADER.itemsize), HEADER)[0]
-                age = time.time() - path.stat().st_mtime
+                if is_locked(file.fileno()):
+                    continue
+                head = np.frombuffer(file.read(HEADER.itemsize), HEADER, 1)[0]
+                age = time.time() - head["wall"] - head["began"]
+                if age > OLD:
+                    file.seek(0)
+                    age = _age(file.read(SIZE))
         except (OSError, ValueError, IndexError):
-            continue  # alive, or gone meanwhile
-        if head["state"] == LEFT or age > OLD:
+            continue  # being made, or gone meanwhile
+        if head["magic"] == MAGIC and (head["state"] == LEFT or age > OLD):
             _remove(path)
-        else:
+        elif head["magic"] == MAGIC:
             kept.append((age, path))
     for _, path in sorted(kept)[MOST:]:
         _remove(path)

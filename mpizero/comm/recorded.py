@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,11 +22,9 @@ from mpizero.comm.record import (
     MAGIC,
     SIZE,
     UNDER_WAY,
+    is_locked,
 )
 from mpizero.errors import ArgumentError, must_be
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 __all__ = ["Call", "Group", "Recorded"]
 
@@ -100,9 +98,15 @@ class Recorded:
             self._ring = np.frombuffer(memory, ENTRY, ENTRIES, AT_RING)
             self._texts: dict[int, str] = {0: ""}
         if size != SIZE or self._header["magic"] != MAGIC:
-            os.close(self._file)
+            self.close()
             got = f"{size} bytes" if size != SIZE else "other contents"
             raise ArgumentError(must_be(str(path), f"a flight record of {SIZE} bytes", got, "was it copied whole?"))
+
+    def close(self) -> None:
+        """Let the file go; what is mapped stays readable, and `is_alive` is told no more."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
     @property
     def rank(self) -> int:
@@ -160,15 +164,11 @@ class Recorded:
         return bool(self._header["stacks"])
 
     def is_alive(self) -> bool:
-        """Return whether the process holds its lock; True of one's own."""
-        if self._file < 0:
-            return True
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        fcntl.lockf(self._file, fcntl.LOCK_UN)
-        return False
+        """Return whether the process is there: it holds its lock, or is at least seen; True of one's own.
+
+        A program that closes all its files, its record among them, has lost the lock and not its life.
+        """
+        return self._file < 0 or is_locked(self._file) or _is_seen(self.pid, self.path)
 
     def text(self, number: int) -> str:
         """Return a text by its number."""
@@ -238,3 +238,11 @@ def _members(text: str) -> tuple[int, ...]:
         low, _, high = run.partition("-")
         found += range(int(low), int(high or low) + 1)
     return tuple(found)
+
+
+def _is_seen(pid: int, record: Path) -> bool:
+    """Return whether a process of this host, and no dead one that waits for its parent, has mapped a record."""
+    try:
+        return str(record) in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False
