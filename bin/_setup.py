@@ -6,6 +6,8 @@ Python), and the extras that are in it; where it fits, nothing is done.
 
 from __future__ import annotations
 
+import configparser
+import fcntl
 import hashlib
 import json
 import os
@@ -102,10 +104,13 @@ def _make(place: Path, python: Path) -> list[str]:
 
 
 def _install(pip: list[str], extras: set[str]) -> None:
-    what = f"{ROOT}[{','.join(sorted(extras))}]"
     title = f"set-up 2/2: mpizero with {', '.join(sorted(extras))}, by pip"
-    line = [*pip, "install", "--quiet", "--disable-pip-version-check", "-c", str(ROOT / "constraints.txt"), "-e", what]
-    output = _step(title, line)
+    line = [*pip, "install", "--quiet", "--disable-pip-version-check", "-c", str(ROOT / "constraints.txt")]
+    # mpizero itself comes apart: setuptools writes into the checkout, where another set-up may be at the same point.
+    with (ROOT / "setup.cfg").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        output = _step(f"{title}: itself", [*line, "--no-deps", "-e", str(ROOT)])
+    output = output or _step(f"{title}: what it needs", [*line, *_needs(extras)])
     if not output:
         return
     advice = "pip failed: its output is above"
@@ -117,6 +122,17 @@ def _install(pip: list[str], extras: set[str]) -> None:
     elif "No space left" in output:
         advice = "the disk is full: an environment takes about 2 GB, and TMPDIR needs room while pip works"
     raise SetupError(f"{output}\n{advice}")
+
+
+def _needs(extras: set[str]) -> list[str]:
+    """Return what setup.cfg says that mpizero needs, and its extras do."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    lists = [
+        config["options"]["install_requires"],
+        *(config["options.extras_require"][name] for name in sorted(extras)),
+    ]
+    return [line for text in lists for line in text.split("\n") if line]
 
 
 def _step(title: str, line: list[str]) -> str:

@@ -1,6 +1,7 @@
 """What all tests share: which of them run here, and which in several ranks (see test_worlds.py)."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,10 @@ FEW = (1, 2, 3, 4)
 """Numbers of ranks in which the tests of tests/torch run that are not marked otherwise."""
 ALONE = ("tests/test_worlds.py", "tests/cli/test_cluster.py")
 """Files whose tests share something and so run in one worker of pytest-xdist, one after the other."""
+BESIDE = "tests/test_worlds.py::test_world[1]"
+"""The world that takes one core, and so runs beside other tests."""
+SIZES = re.compile(rb"\bsizes\(([^()]*)\)")
+"""A use of the marker in a file of tests, with its arguments."""
 
 found = importlib.util.find_spec("torch")
 if found is None or found.origin is None:
@@ -68,7 +73,7 @@ def pytest_xdist_make_scheduler(config, log):
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             path = nodeid.partition("::")[0]
-            return path if path.endswith(ALONE) else nodeid
+            return path if path.endswith(ALONE) and not nodeid.endswith(BESIDE) else nodeid
 
     config.option.loadscopereorder = False  # else the largest files come first
     return Scheduling(config, log)
@@ -77,7 +82,17 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_ignore_collect(collection_path, config):
     if collection_path in RANKED and not config.getoption("--with-mpi"):
         return True
+    ranks = config.getoption("--thin")
+    if ranks and ranks not in FEW and collection_path.is_relative_to(HERE / "torch") and collection_path.is_file():
+        return None if _may_run_in(ranks, collection_path.read_bytes()) else True
     return None
+
+
+def _may_run_in(ranks, source):
+    """Return False where a file's text says that none of its tests is for so many ranks: it need not be loaded."""
+    uses = [found.group(1).split(b",") for found in SIZES.finditer(source)]
+    numbers = {word.strip() for words in uses for word in words}
+    return str(ranks).encode() in numbers or not all(word.isdigit() for word in numbers)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -90,7 +105,7 @@ def pytest_collection_modifyitems(config, items):
         _thin_out(config, items, config.getoption("--thin"))
     worlds = [item for item in items if item.path == HERE / "test_worlds.py"]
     # Last, when the other workers have little left to do: a world takes all cores.
-    items.sort(key=worlds.__contains__)
+    items.sort(key=lambda item: 0 if item.nodeid.endswith(BESIDE) else 1 + (item in worlds))
     result = yield
     # -k selects among the tests inside the worlds, unless it names the worlds themselves.
     if config.option.keyword and worlds and not any(item in items for item in worlds):

@@ -111,12 +111,12 @@ def test_a_rank_that_never_calls_is_named_and_the_job_ends(run, call):
     statement, name, peer = CALLS[call]
     code, text = run(
         f"world = mpizero.world()\nif world.rank == 1:\n    time.sleep(300)\n{statement}\nprint('went on')\n",
-        MPIZERO_TIMEOUT="3",
+        MPIZERO_TIMEOUT="1.5",
     )
     assert code not in {0, TIMED_OUT}, text
     assert "CollectiveTimeoutError" in text
     assert name in text
-    assert "waited 3 s for" in text
+    assert "waited 1.5 s for" in text
     assert peer in text
     assert "went on" not in text
 
@@ -147,7 +147,7 @@ def test_counts_that_differ_end_the_job(run):
         "count = 100_000 if mpizero.world().rank else 60_000\n"
         "mpizero.all_reduce(np.ones(count, np.float32), algorithm='direct')\n",
         ranks=2,
-        MPIZERO_TIMEOUT="3",
+        MPIZERO_TIMEOUT="1.5",
     )
     assert code not in {0, TIMED_OUT}, text
 

@@ -13,12 +13,12 @@ from mpizero.testing.memory import live_bytes
 
 pytestmark = pytest.mark.mpi
 
-WIDTH, UNITS = 512, 8
+WIDTH, UNITS = 384, 8
 PRECISIONS = {"fp32": mz.Precision(), "bf16": mz.Precision(param=torch.bfloat16)}
 
 
 class Tower(nn.Module):
-    """Eight units of a quarter of a million parameters, and as many in the root."""
+    """Eight units of 147,840 parameters, and as many in the root."""
 
     def __init__(self):
         super().__init__()

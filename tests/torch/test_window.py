@@ -209,11 +209,11 @@ def mapped():
 
 
 class Large(nn.Module):
-    """16 MiB of parameters."""
+    """4 MiB of parameters."""
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(4))
 
     def forward(self, x):
         for layer in self.layers:
@@ -221,7 +221,8 @@ class Large(nn.Module):
         return x
 
 
-MIB = 1 << 20
+LARGE = 4 << 20
+"""Bytes of its parameters in fp32."""
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(1, None), (3, BF16)], ids=["fp32", "bf16"])
@@ -229,12 +230,12 @@ def test_the_memory_is_given_back(world, stage, precision):
     """When a model is dropped, in the midst of another's training; models do not share."""
     other = shared(world, stage, precision=precision)
     train(other, lambda step: batch(world.rank, step))
-    nbytes = 16 * MIB // (1 if precision is None else 2)
+    nbytes = LARGE // (1 if precision is None else 2)
 
     def live(make):
         before = mapped()
         model = make()
-        model(torch.ones(1, 1024)).float().sum().backward()
+        model(torch.ones(1, 512)).float().sum().backward()
         loss = other(batch(world.rank)).float().square().mean()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         taken = mapped() - before
@@ -248,8 +249,8 @@ def test_the_memory_is_given_back(world, stage, precision):
 
     live(make)  # what the communicator keeps is there from now on
     taken, left = live(make)
-    assert taken >= nbytes - MIB
-    assert left <= MIB
+    assert taken >= nbytes - LARGE // 16
+    assert left <= LARGE // 16
     train(other, lambda step: batch(world.rank, step))
 
 
