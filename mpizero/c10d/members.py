@@ -79,6 +79,8 @@ class Members:
         for comm in {self.comm, self.comm.node}:
             if self._own is not None:
                 comm.transport.timeout = seconds
+                if comm.native is not None:
+                    comm.native.timeout = seconds
                 if comm.board is not None:
                     comm.board.timeout = seconds
 
@@ -127,6 +129,7 @@ def meet(place: Place, ranks: Sequence[int] | None) -> Members:
 
 
 def _all_ranks(place: Place) -> Members:
+    await_members(place)
     whole = world()
     ranks = [0] * place.size
     told = whole.mpi.allgather(place.rank)

@@ -1,8 +1,8 @@
 """The store of a job: opened by rank 0, at an address that every host reaches, which is tried before it is told.
 
 A host's own name may resolve to a loopback address on it, to an address behind a firewall, or to nothing elsewhere. So
-rank 0 listens on all interfaces, and one rank of every other host calls each of its names and addresses; a token tells
-that it is rank 0 that answers there.
+rank 0 listens on all interfaces, and one rank of every host calls each of its names and addresses; a token tells that
+it is rank 0 that answers there.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import socket
 import struct
 import threading
 from contextlib import suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed as dist
 
-from mpizero.errors import LaunchError, must_be
+from mpizero.c10d.messages import Link
+from mpizero.errors import CollectiveTimeoutError, LaunchError, must_be
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,13 +42,15 @@ def open_store(comm: Communicator, timeout: timedelta) -> Any:
 
     Args:
         comm: the ranks.
-        timeout: of the store's waits.
+        timeout: of the store's waits, and how long to wait for a rank that does not come.
 
     Raises:
+        CollectiveTimeoutError: where a rank does not come; rank 0 names it.
         LaunchError: on all ranks, where some host reaches no address of rank 0.
     """
     if comm.size == 1:
         return _torch.HashStore()
+    _await_all(comm, timeout.total_seconds())
     several = len(set(comm.nodes)) > 1
     host = _reachable(comm) if several else LOOPBACK
     store: Any = None
@@ -66,6 +70,22 @@ def open_store(comm: Communicator, timeout: timedelta) -> Any:
     return store
 
 
+def _await_all(comm: Communicator, seconds: float) -> None:
+    """Return when all ranks have come here: what follows blocks in MPI, without a time-out."""
+    link = Link(comm.mpi, seconds)
+    try:
+        link.monitored_barrier(seconds, wait_all_ranks=True)
+    except CollectiveTimeoutError as error:
+        _given_up().append(link)
+        raise CollectiveTimeoutError(f"{error}; every rank of the MPI job must start torch.distributed") from error
+
+
+@cache
+def _given_up() -> list[Link]:
+    """Return the links with messages into which MPI may still write."""
+    return []
+
+
 def _reachable(comm: Communicator) -> str:
     """Return the first address of rank 0 that a rank of every other host reaches. Collective."""
     listening = Answering() if comm.rank == 0 else None
@@ -73,7 +93,7 @@ def _reachable(comm: Communicator) -> str:
         told = None if listening is None else (addresses(), listening.port, listening.token)
         candidates, port, token = comm.mpi.bcast(told)
         leads = comm.nodes.index(comm.nodes[comm.rank]) == comm.rank
-        reached = [host for host in candidates if not leads or comm.rank == 0 or calls(host, port, token)]
+        reached = [host for host in candidates if not leads or calls(host, port, token)]
         return agreed(candidates, comm.mpi.allgather(reached))
     finally:
         if listening is not None:

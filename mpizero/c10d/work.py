@@ -225,7 +225,7 @@ class _Jobs:
             self._jobs = [*jobs, self._append(lambda: _all(after))]
 
     def done(self) -> bool:
-        return all(job.done() for job in self._jobs)
+        return self.error is not None or all(job.done() for job in self._jobs)
 
     @property
     def error(self) -> BaseException | None:

@@ -286,6 +286,61 @@ def test_device_memory_on_two_hosts(hosts, run):
     assert lines == ["peer peer staged staged"]
 
 
+TORCH = """
+import socket
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+import mpizero.c10d
+def check(group, ranks):
+    for count in (1, 100_000):
+        x = torch.full((count,), float(world.rank))
+        dist.all_reduce(x, group=group)
+        assert x.eq(sum(ranks)).all()
+    found = [None] * len(ranks)
+    dist.all_gather_object(found, world.rank, group)
+    assert found == ranks
+def check_all():
+    check(None, [0, 1, 2, 3])
+    for half in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3], [1, 2]]):
+        groups = [dist.new_group(ranks) for ranks in half]
+        mine = world.rank not in half[0]
+        check(groups[mine], half[mine])
+    mesh = init_device_mesh("cpu", (2, 2))
+    check(mesh.get_group(0), [world.rank % 2, world.rank % 2 + 2])
+    check(mesh.get_group(1), [world.rank // 2 * 2, world.rank // 2 * 2 + 1])
+    out = torch.empty(50_000)
+    ops = [dist.P2POp(dist.isend, torch.full_like(out, world.rank), (world.rank + 1) % 4)]
+    for work in dist.batch_isend_irecv([*ops, dist.P2POp(dist.irecv, out, (world.rank - 1) % 4)]):
+        work.wait()
+    assert out.eq((world.rank - 1) % 4).all()
+    dist.destroy_process_group()
+here = world.bcast(socket.gethostbyname(socket.gethostname()))
+with socket.create_server((here if world.rank == 0 else "", 0)) as taken:
+    port = world.bcast(taken.getsockname()[1])
+socket.gethostname = socket.getfqdn = lambda: "nobody.invalid"
+mpizero.c10d.init()
+store = dist.distributed_c10d._get_default_store()
+while hasattr(store, "underlying_store"):
+    store = store.underlying_store
+told = world.gather(f"{store.host} {os.environ['LOCAL_RANK']} of {os.environ['LOCAL_WORLD_SIZE']}")
+check_all()
+os.environ.update(RANK=str(world.rank), WORLD_SIZE="4", MASTER_ADDR=here, MASTER_PORT=str(port))
+dist.init_process_group("mpizero")
+check_all()
+if world.rank == 0:
+    print("\\n".join(told), flush=True)
+"""
+
+
+def test_torch_distributed_on_two_hosts(hosts, run):
+    """The store is at an address that the other host reaches where rank 0's name is nobody's; groups cross hosts."""
+    pytest.importorskip("torch")
+    code, lines, errors = run(TORCH, "-n", "4", "--per-host", "2")
+    assert code == 0, errors
+    assert lines == [f"10.77.0.1 {rank % 2} of 2" for rank in range(4)]
+
+
 def test_k15_uneven_hosts_round_robin(hosts, run):
     """K15: 3, 2 and 1 ranks, placed in turn: every algorithm has the right sums."""
     code, lines, errors = run(ALL_REDUCE, "-n", "6", "--per-host", "3,2,1", "--map", "round-robin")

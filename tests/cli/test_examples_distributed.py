@@ -18,6 +18,9 @@ SAID = {
     "experts": "an expert on each rank",
     "dcp": "saved with DCP",
 }
+TIMED_OUT = 124
+LIMIT = 240
+"""Seconds after which a job hangs for sure."""
 SEVERAL = """
 import runpy, sys
 folder, names, sys.argv[1:] = sys.argv[1], sys.argv[2].split(","), sys.argv[3:]
@@ -27,15 +30,21 @@ for name in names:
 """
 """Runs examples one after the other in one job: torch's imports take longer than all of them."""
 
-pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="no torch")
+found = find_spec("torch")
+pytestmark = pytest.mark.skipif(found is None, reason="no torch")
+OLD = (
+    found is not None and "record_event" not in Path(found.origin).with_name("cpu").joinpath("__init__.py").read_text()
+)
+DONE = [name for name in SAID if not OLD or "fully_shard" not in (FOLDER / f"{name}.py").read_text()]
+"""All, but for those with FSDP2 where this torch's knows no CPU tensors, on any backend."""
 
 
 def run(ranks, folder, names):
     script = folder / "several.py"
     script.write_text(SEVERAL)
-    line = [sys.executable, ROOT / "bin" / "mzrun", "-n", ranks, "--timeout", 100, script, FOLDER, ",".join(names)]
+    line = [sys.executable, ROOT / "bin" / "mzrun", "-n", ranks, "--timeout", LIMIT, script, FOLDER, ",".join(names)]
     line.append(folder / "checkpoint")
-    return subprocess.run([*map(str, line)], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([*map(str, line)], capture_output=True, text=True, timeout=2 * LIMIT, check=False)
 
 
 def loss(text, what, ranks):
@@ -53,7 +62,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def done(folder):
-    return run(4, folder, list(SAID))
+    return run(4, folder, DONE)
 
 
 def test_all_examples_are_named_here_and_short():
@@ -61,7 +70,7 @@ def test_all_examples_are_named_here_and_short():
     assert all(len(path.read_text().splitlines()) <= 100 for path in FOLDER.glob("*.py"))
 
 
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize("name", DONE)
 def test_an_example_trains_as_one_process_does(done, name):
     try:
         first, last = loss(done.stdout, SAID[name], 4)
@@ -72,9 +81,10 @@ def test_an_example_trains_as_one_process_does(done, name):
 
 def test_the_examples_end_with_nothing_to_say(done):
     assert (done.returncode, done.stderr) == (0, "")
-    assert len(done.stdout.strip().splitlines()) == len(SAID)
+    assert len(done.stdout.strip().splitlines()) == len(DONE)
 
 
+@pytest.mark.skipif(OLD, reason="it uses FSDP2")
 def test_a_checkpoint_of_4_ranks_loads_at_2(done, folder):
     _, before = loss(done.stdout, SAID["dcp"], 4)
     loaded = run(2, folder, ["dcp"])
@@ -84,12 +94,22 @@ def test_a_checkpoint_of_4_ranks_loads_at_2(done, folder):
 
 
 def test_losses_that_are_not_those_of_one_process_end_the_job(folder):
+    """A rank that raises ends the job while another waits for it."""
     script = folder / "wrong.py"
     script.write_text(
         f"import sys; sys.path[0] = {str(FOLDER)!r}\n"
+        "from torch import distributed as dist\n"
         "from toy import report\n"
-        "report('wrong', [1.0, 0.5], [1.0, 0.501])\n"
+        "import mpizero.c10d\n"
+        "mpizero.c10d.init()\n"
+        "if dist.get_rank() == 1:\n"
+        "    report('wrong', [1.0, 0.5], [1.0, 0.501])\n"
+        "dist.barrier()\n"
+        "print('went on')\n"
     )
-    wrong = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=False)
-    assert wrong.returncode == 1
+    line = [sys.executable, ROOT / "bin" / "mzrun", "-n", 2, "--timeout", LIMIT, script]
+    wrong = subprocess.run(list(map(str, line)), capture_output=True, text=True, timeout=2 * LIMIT, check=False)
+    assert wrong.returncode not in {0, TIMED_OUT}, wrong.stderr
     assert "AssertionError: wrong: losses [1.0, 0.5] are not those of one process, [1.0, 0.501]" in wrong.stderr
+    assert "rank 1 of 2" in wrong.stderr
+    assert "went on" not in wrong.stdout
