@@ -69,7 +69,7 @@ class Members:
         """Return the wire for messages."""
         if self._link is None:
             own = mpi().COMM_SELF.Dup() if self._own is None else self._own
-            self._link = Link(own, self.seconds)
+            self._link = Link(own, self.seconds, self.comm.uid)
         return self._link
 
     def set_timeout(self, seconds: float) -> None:

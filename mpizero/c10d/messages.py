@@ -20,6 +20,7 @@ from mpizero.comm import Work as Job
 from mpizero.comm.progress import Queue
 from mpizero.comm.raw import mpi
 from mpizero.comm.waiting import poll, spins_for
+from mpizero.comm.watch import story
 from mpizero.errors import ArgumentError, CollectiveError, CollectiveTimeoutError, must_be
 
 if TYPE_CHECKING:
@@ -38,10 +39,17 @@ LONG = 64 << 10
 class Link:
     """Hold the wire on which a group's messages go."""
 
-    def __init__(self, mpi_comm: Any, seconds: float) -> None:
-        """Use `mpi_comm`, an mpi4py communicator that belongs to the group; a wait ends after `seconds`."""
+    def __init__(self, mpi_comm: Any, seconds: float, uid: int = 0) -> None:
+        """Use an mpi4py communicator.
+
+        Args:
+            mpi_comm: it; belongs to the group.
+            seconds: after which a wait ends.
+            uid: of the group's `Communicator`, by which time-outs say where its ranks are.
+        """
         module = mpi()
         self.mpi = mpi_comm
+        self.uid = uid
         self.seconds = seconds
         self.rank: int = mpi_comm.rank
         self.size: int = mpi_comm.size
@@ -104,7 +112,8 @@ class Link:
         if missing:
             self.kept += messages.values()
             who = ", ".join(map(str, missing)) + ("" if wait_all_ranks or len(missing) > 1 else " and perhaps others")
-            raise CollectiveTimeoutError(f"monitored_barrier: waited {seconds:g} s for rank {who}")
+            text = f"monitored_barrier: waited {seconds:g} s for rank {who}"
+            raise CollectiveTimeoutError(f"{text}\n{story(self.uid)}".strip())
         for peer in messages:
             Message(self, "send to", token, peer, tag).wait(seconds)
 
@@ -247,7 +256,8 @@ class Message:
         """Say what was waited for."""
         self.link.kept.append(self)
         text = f"{self._name()}: waited {seconds or self.link.seconds:g} s for the other rank's call"
-        return CollectiveTimeoutError(f"{text}; does it make one, with the same group and tag?")
+        text += "; does it make one, with the same group and tag?"
+        return CollectiveTimeoutError(f"{text}\n{story(self.link.uid)}".strip())
 
     def _name(self) -> str:
         peer = "any rank" if self.peer is None else f"rank {self.peer}"

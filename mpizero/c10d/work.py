@@ -21,6 +21,7 @@ from torch import distributed as dist
 from mpizero.c10d.kept import release, waited
 from mpizero.comm import Work as Job
 from mpizero.comm.waiting import poll
+from mpizero.comm.watch import story
 from mpizero.errors import CollectiveError, CollectiveTimeoutError
 
 if TYPE_CHECKING:
@@ -96,10 +97,11 @@ class Work(_TorchWork):
         if self.pending is not None:
             seconds = seconds_of(timeout) or self.limit
             if seconds and not poll(self.pending.done, seconds, lambda: "an operation of torch.distributed"):
-                raise CollectiveTimeoutError(
+                text = (
                     f"an operation of torch.distributed must be over within the {seconds:g} s that wait was given (got "
                     "none): either the other ranks are slower than that or they never made this call"
                 )
+                raise CollectiveTimeoutError(f"{text}\n{story()}".strip())
             self.pending.wait()
             waited(self)
         return True

@@ -69,12 +69,12 @@ class SaveHandle:
         self._written.wait()
         try:
             raise_together(self._comm, self._text)
-        except BaseException:
+            self._thread.join()
+            raise_together(self._comm, self._committed)
+        finally:  # not before: other ranks would find the folder gone in which they write
             self._give_up.set()
             self._thread.join()
-            raise
-        self._thread.join()
-        raise_together(self._comm, self._committed)
+            self._job.end()
 
     def _run(self) -> None:
         job = self._job
@@ -93,8 +93,6 @@ class SaveHandle:
                 self._committed = job.commit(table)
         except BaseException as error:  # noqa: BLE001  (as above)
             self._committed = f"a save in the background must end (got {error!r})"
-        finally:
-            job.end()
 
     def _leave_facts(self) -> None:
         job, hidden = self._job, self._hidden

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 import time
+from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +30,7 @@ from mpizero.checkpoint.spaces import Piece, Stored, range_key
 from mpizero.checkpoint.tensors import DTYPES, bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 __all__ = ["import_checkpoint"]
 
@@ -86,10 +88,10 @@ def _read(source: Path, key: str | None, *, trust: bool) -> Found:
             return _safetensors([source / SINGLE])
         if (source / ".metadata").is_file():
             _check_trust(source, "torch.distributed.checkpoint", trust=trust)
-            return _distributed(source, key)
+            return _trusted(_distributed, source, key)
         if (source / LATEST).is_file() or list(source.glob("*_model_states.pt")):
             _check_trust(source, "DeepSpeed", trust=trust)
-            return _deepspeed(source)
+            return _trusted(_deepspeed, source)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -104,6 +106,16 @@ def _check_trust(source: Path, kind: str, *, trust: bool) -> None:
             f"{source} must be trusted to be read (got a folder of {kind}, whose pickles can run code): pass --trust "
             "if it is your own"
         )
+
+
+def _trusted(reader: Callable[..., Found], source: Path, *words: str | None) -> Found:
+    """Call another package's reader, whose errors may be any."""
+    try:
+        return reader(source, *words)
+    except CheckpointError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        raise CheckpointError(f"{source} must be readable (got {type(error).__name__}: {error})") from None
 
 
 def _safetensors(paths: list[Path]) -> Found:
@@ -188,4 +200,20 @@ def _deepspeed(source: Path) -> Found:
     except ImportError as error:
         remedy = "python -m pip install deepspeed"
         raise CheckpointError(f"deepspeed must be installed to read {source} (got {error}): {remedy}") from None
-    return _named(module.get_fp32_state_dict_from_zero_checkpoint(str(source)))
+    tag = (source / LATEST).read_text().strip() if (source / LATEST).is_file() else "."
+    with redirect_stdout(sys.stderr):  # it tells of its progress
+        found = module.get_fp32_state_dict_from_zero_checkpoint(str(source), tag=tag)
+    tensors, ties = _named(found)
+    for name, one in _named(_whole_in_deepspeed(source / tag))[0].items():
+        if name not in ties:
+            tensors.setdefault(name, one)
+    return tensors, ties
+
+
+def _whole_in_deepspeed(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the model's tensors as forward has them: at stage 1 the reader leaves frozen parameters out."""
+    path = folder / "mp_rank_00_model_states.pt"
+    if not path.is_file():  # at stage 3, whose reader leaves nothing out
+        return {}
+    loaded = torch.load(path, weights_only=False, map_location="cpu")["module"]
+    return dict(loaded)

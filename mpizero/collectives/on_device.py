@@ -100,7 +100,7 @@ def ready_side(route: Route) -> DeviceSide:
         rule = "an mpizero.Communicator for arrays in GPU memory"
         raise ArgumentError(must_be("comm", rule, type(comm).__name__))
     if not comm.has_side(route.device):
-        comm.perform("set-up of GPU memory", _made(route, lambda: comm.side(route.device)))
+        comm.perform(route.about("set-up of GPU memory"), _made(route, lambda: comm.side(route.device)))
     side: DeviceSide = comm.side(route.device)
     return side
 

@@ -62,7 +62,8 @@ class Prepared:
                 ran = self._call.run_on_device
                 return ran(self._device_plan, self._route, self.algorithm, result=self._result, async_op=False)
         if run is None or self._plan is None:
-            return self._result
+            with comm.exclusive(self._about):  # nothing to do, but to be compared with what the others call
+                return self._result
         if comm.under_way:
             comm.perform(self._about, self._plan.steps(self._source, self._output))
             return self._result

@@ -276,7 +276,8 @@ class Communicator:
         """Say in the record that a call is over."""
         if self._record is None or self._watch is None or not number:
             return
-        if isinstance(error, CollectiveTimeoutError) or (error is not None and error.__cause__ is not None):
+        broken = isinstance(error, CollectiveError) and error.__cause__ is not None  # by another's message
+        if error is not None and (broken or isinstance(error, CollectiveTimeoutError)):
             error.args = ("\n".join(filter(None, (str(error), self._watch.report(number)))),)
         self._record.end(number, DONE if error is None else FAILED)
 

@@ -32,12 +32,12 @@ PATIENCE = 2.0
 class Control:
     """Ask other hosts, and answer them."""
 
-    def __init__(self, mpi_comm: Any, answer: Callable[[Call], list[Standing]]) -> None:
+    def __init__(self, mpi_comm: Any, answer: Callable[..., list[Standing]]) -> None:
         """Duplicate the communicator of all ranks of the job, which is collective, and start the thread.
 
         Args:
             mpi_comm: an mpi4py communicator over all ranks, with their numbers. MPI must grant MPI_THREAD_MULTIPLE.
-            answer: gives the standings of this host's ranks, seen from another's call.
+            answer: gives the standings of this host's ranks, seen from another's call; `ask` as of `standing`.
         """
         self._comm = mpi_comm.Dup()
         self._answer = answer
@@ -45,38 +45,55 @@ class Control:
         self._asking = threading.Lock()
         self._questions = 0
         self._sent: list[Any] = []
+        """Messages under way, whose buffers must be kept."""
+        self._sending = threading.Lock()
         self._barrier: Any = None
         self._open = True
         self._thread = threading.Thread(target=self._serve, name="mpizero control", daemon=True)
         self._thread.start()
 
-    def ask(self, members: Sequence[Member], call: Call) -> list[Standing]:
-        """Return where a communicator's ranks on other hosts are, seen from a call, as far as these answer in time."""
+    def ask(self, members: Sequence[Member], call: Call | None, *, stacks: bool) -> list[Standing]:
+        """Return where ranks on other hosts are, as far as these answer in time.
+
+        A host whose first rank does not answer, since it is dead or stopped, is asked once more, by way of its last.
+
+        Args:
+            members: the communicator's ranks.
+            call: what they are seen from; None for no call.
+            stacks: whether ranks in code of their own are asked for their stacks.
+        """
         me = self._comm.rank
         here = next((member.node for member in members if member.rank == me), -1)
-        speakers: dict[int, int] = {}
+        hosts: dict[int, list[int]] = {}
         for member in members:
             if member.node != here:
-                speakers.setdefault(member.node, member.rank)
+                hosts.setdefault(member.node, []).append(member.rank)
         with self._asking:
-            self._questions += 1
-            question = (self._questions, tuple(call))
-            waiting = set(speakers.values())
-            for rank in waiting:
-                self._send(question, rank, QUESTION)
-            found: list[Standing] = []
-            end = time.monotonic() + PATIENCE
-            while waiting and time.monotonic() < end:
-                status = mpi().Status()
-                if not self._comm.Iprobe(self._any, ANSWER, status):
-                    time.sleep(NAP / 10)
-                    continue
-                source = status.Get_source()
-                number, rows = self._comm.recv(source=source, tag=ANSWER)
-                if number == self._questions:
-                    waiting.discard(source)
-                    found += [Standing(*row) for row in rows]
-            return found
+            found = self._answers({ranks[0]: node for node, ranks in hosts.items()}, hosts, call, stacks=stacks)
+            again = {ranks[-1]: node for node, ranks in hosts.items() if node not in found and len(ranks) > 1}
+            found |= self._answers(again, hosts, call, stacks=stacks)
+        return [one for rows in found.values() for one in rows]
+
+    def _answers(
+        self, speakers: dict[int, int], hosts: dict[int, list[int]], call: Call | None, *, stacks: bool
+    ) -> dict[int, list[Standing]]:
+        """Ask some ranks, one of each host; return what each host says."""
+        self._questions += 1
+        for rank, node in speakers.items():
+            question = (self._questions, None if call is None else tuple(call), hosts[node], stacks)
+            self._send(question, rank, QUESTION)
+        found: dict[int, list[Standing]] = {}
+        end = time.monotonic() + PATIENCE
+        status = mpi().Status()
+        while len(found) < len(speakers) and time.monotonic() < end:
+            if not self._comm.Iprobe(self._any, ANSWER, status):
+                time.sleep(NAP / 10)
+                continue
+            source = status.Get_source()
+            number, rows = self._comm.recv(source=source, tag=ANSWER)
+            if number == self._questions:
+                found[speakers[source]] = [Standing(*row) for row in rows]
+        return found
 
     def all_have_left(self) -> bool:
         """Return whether every rank has called this; never blocks."""
@@ -96,9 +113,11 @@ class Control:
                 time.sleep(NAP)
                 continue
             source = status.Get_source()
-            number, call = self._comm.recv(source=source, tag=QUESTION)
-            self._send((number, [tuple(one) for one in self._answer(Call(*call))]), source, ANSWER)
+            number, call, ranks, stacks = self._comm.recv(source=source, tag=QUESTION)
+            found = self._answer(ranks, None if call is None else Call(*call), ask=stacks)
+            self._send((number, [tuple(one) for one in found]), source, ANSWER)
 
     def _send(self, message: Any, rank: int, tag: int) -> None:
-        self._sent = [request for request in self._sent if not request.Test()]
-        self._sent.append(self._comm.isend(message, rank, tag))
+        with self._sending:
+            self._sent = [request for request in self._sent if not request.Test()]
+            self._sent.append(self._comm.isend(message, rank, tag))

@@ -8,9 +8,10 @@
     ring       the last `ENTRIES` calls: which, on which communicator, when it began and ended
 
 It is written by stores alone, so it costs no system call, and it is there after a crash, a kill and a stop: the kernel
-keeps a mapped file's pages. Peers on the host read it while it is written; an entry's number is stored with it, and a
-reader drops an entry whose number does not fit its place. While the process lives it holds a lock on the file, which
-the kernel drops with it: so a reader knows whether the rank is alive, in another container too.
+keeps a mapped file's pages. Peers on the host read it while it is written; an entry is zero before it is filled anew,
+its number comes first and its state late, and a reader drops an entry that lacks one of them. While the process lives
+it holds a lock on the file, which the kernel drops with it: so a reader knows whether the rank is alive, in another
+container too.
 
 Times are seconds of `time.monotonic`, one clock for all processes of a host; the header has the wall clock's offset.
 """
@@ -28,8 +29,10 @@ import struct
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from threading import RLock
 from time import monotonic
 from typing import TYPE_CHECKING, TextIO
 
@@ -54,6 +57,7 @@ __all__ = [
     "folder",
     "is_locked",
     "record",
+    "space",
 ]
 
 MAGIC = b"mpizrec1"
@@ -66,6 +70,9 @@ UNDER_WAY, DONE, FAILED = range(1, 4)
 ENTRIES = 4096
 GROUPS = 512
 TEXTS = 128 << 10
+FOR_NAMES, FOR_CAUSE = 16 << 10, 8 << 10
+"""Bytes that are kept free in the texts: for plain names of calls, and of these for how the process ends."""
+NO_ROOM = "(no room for more texts)"
 
 HEADER = np.dtype(
     [
@@ -82,10 +89,12 @@ HEADER = np.dtype(
         ("cause", "<u4"),
         ("room", "<u4"),
         ("stacks", "<u4"),
+        ("space", "<u8"),
     ]
 )
 """`wall` is the wall clock less the monotonic one; `room` the bytes of texts in use; host, command, cause: texts;
-`stacks` is 1 where the process writes its threads' stacks into the file beside this one at SIGUSR2."""
+`stacks` is the signal at which the process writes its threads' stacks into the file beside this one, 0 for none;
+`space` says in which namespace `pid` is its number."""
 GROUP = np.dtype([("uid", "<u8"), ("size", "<i4"), ("rank", "<i4"), ("members", "<u4"), ("label", "<u4")])
 ENTRY = np.dtype(
     [
@@ -129,24 +138,32 @@ class Record:
             size: ranks of the job.
 
         Raises:
-            OSError: where there is no room, or no right to write.
+            OSError: where there is no room, or no right to write; no file is left then.
         """
         self.path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.posix_fallocate(self._file, 0, SIZE)  # a hole that finds no room later would be a SIGBUS
-        self._map = mmap.mmap(self._file, SIZE)
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(self._file, 0, SIZE)  # a hole that finds no room later would be a SIGBUS
+            self._map = mmap.mmap(self._file, SIZE)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            os.close(self._file)
+            raise
         self._header = np.frombuffer(self._map, HEADER, 1)
         self._groups = np.frombuffer(self._map, GROUP, GROUPS, AT_GROUPS)
         self._texts: dict[str, int] = {}
         self._room = 8  # no text has the number 0
         self._numbers = itertools.count(1)
         self._latest = 0
+        self._lock = RLock()
+        """For what is written rarely: calls are written by one thread per communicator without it."""
         self.pid = os.getpid()
         head = self._header[0]
         head["rank"], head["size"], head["pid"], head["state"] = rank, size, self.pid, RUNNING
         head["began"] = time.monotonic()
         head["wall"] = time.time() - head["began"]
+        head["space"] = space()
         head["host"], head["command"] = self.text(socket.gethostname()), self.text(" ".join(sys.argv)[:1000])
         head["magic"] = MAGIC
 
@@ -155,18 +172,27 @@ class Record:
         """Return what is written to, for reading."""
         return self._map
 
-    def text(self, text: str) -> int:
-        """Return the number of a text, written at its first use; that of a last text for all when there is no room."""
+    def text(self, text: str, free: int = FOR_NAMES) -> int:
+        """Return the number of a text, written at its first use; that of `NO_ROOM` where there is none.
+
+        Args:
+            text: the text.
+            free: bytes of all texts' that must stay free.
+        """
         number = self._texts.get(text)
-        if number is None:
-            data = text.encode(errors="replace")[: 16 << 10]
-            if self._room + 2 + len(data) > TEXTS - 64 and text != "(no room for more texts)":
-                number = self.text("(no room for more texts)")
-            else:
-                number, at = self._room, AT_TEXTS + self._room
-                self._map[at : at + 2 + len(data)] = len(data).to_bytes(2, "little") + data
-                self._room = number + 2 + len(data)
-                self._header["room"] = self._room
+        return self._write(text, free) if number is None else number
+
+    def _write(self, text: str, free: int) -> int:
+        data = text.encode(errors="replace")[: 16 << 10]
+        with self._lock:
+            if text in self._texts:
+                return self._texts[text]
+            number, end = self._room, self._room + 2 + len(data)
+            if end > TEXTS - free and text != NO_ROOM:
+                return self.text(NO_ROOM)
+            at = AT_TEXTS + number
+            self._map[at : at + 2 + len(data)] = len(data).to_bytes(2, "little") + data
+            self._room = self._header["room"] = end
             self._texts[text] = number
         return number
 
@@ -179,12 +205,13 @@ class Record:
             members: the job's ranks that it has, in order.
             label: what it is for.
         """
-        free = np.flatnonzero(self._groups["uid"] == 0)
-        if free.size:
-            row = self._groups[free[0]]
-            row["size"], row["rank"] = len(members), rank
-            row["members"], row["label"] = self.text(_ranges(members)), self.text(label) if label else 0
-            row["uid"] = uid
+        with self._lock:
+            free = np.flatnonzero(self._groups["uid"] == 0)
+            if free.size:
+                row = self._groups[free[0]]
+                row["size"], row["rank"] = len(members), rank
+                row["members"], row["label"] = self.text(_ranges(members)), self.text(label) if label else 0
+                row["uid"] = uid
 
     def close_group(self, uid: int) -> None:
         """Give the row of a communicator back."""
@@ -207,8 +234,11 @@ class Record:
         return number
 
     def _number(self, what: About) -> int:
-        what.number = self.text(what.text)
-        return what.number
+        number = self.text(what.text)
+        if number == self._texts.get(NO_ROOM):
+            number = self.text(what.name, FOR_CAUSE)
+        what.number = number
+        return number
 
     def end(self, number: int, state: int = DONE) -> None:
         """Say that a call is over, unless so many have begun since that its place is another's."""
@@ -219,7 +249,7 @@ class Record:
         """Say how this process ends; the first word counts."""
         head = self._header[0]
         if head["state"] == RUNNING and os.getpid() == self.pid:
-            head["cause"], head["ended"] = self.text(cause[: 4 << 10]), time.monotonic()
+            head["cause"], head["ended"] = self.text(cause[: FOR_CAUSE // 4], 64), time.monotonic()
             head["state"] = state
 
     def remove(self) -> None:
@@ -232,10 +262,18 @@ class Record:
         """Return where the threads' stacks are written."""
         return self.path.with_suffix(".stacks")
 
-    def open_stacks(self) -> TextIO:
-        """Return the open file for them, and say that SIGUSR2 has this process write there."""
-        self._header["stacks"] = 1
-        return self.stacks.open("w")
+    def open_stacks(self, signal: int) -> TextIO:
+        """Return the open file for them, and say that a signal has this process write there."""
+        file = self.stacks.open("w")
+        self._header["stacks"] = signal
+        return file
+
+
+def space() -> int:
+    """Return a number of the namespace in which this process's id is counted; 0 where the system does not tell."""
+    with suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116  (a cheap call of one number)
+    return 0
 
 
 def _ranges(ranks: list[int]) -> str:
@@ -277,7 +315,7 @@ def record() -> Record | None:
     name = f"{time.time_ns() // 1000:x}-{os.getpid()}-{world.rank:06d}{SUFFIX}"
     try:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if place.stat().st_uid != os.getuid():
+        if settings().record is None and place.stat().st_uid != os.getuid():
             raise PermissionError(errno.EPERM, "the folder is another user's", str(place))
         clean(place)
         return Record(place / name, world.rank, world.size)
@@ -329,4 +367,5 @@ def clean(place: Path) -> None:
 
 def _remove(path: Path) -> None:
     for one in (path, path.with_suffix(".stacks")):
-        one.unlink(missing_ok=True)
+        with suppress(OSError):  # another's, or gone
+            one.unlink()

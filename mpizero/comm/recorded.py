@@ -23,6 +23,7 @@ from mpizero.comm.record import (
     SIZE,
     UNDER_WAY,
     is_locked,
+    space,
 )
 from mpizero.errors import ArgumentError, must_be
 
@@ -159,16 +160,26 @@ class Recorded:
         return float(self._header["ended"])
 
     @property
-    def has_stacks(self) -> bool:
-        """Return whether SIGUSR2 makes the process write its stacks."""
-        return bool(self._header["stacks"])
+    def is_near(self) -> bool:
+        """Return whether `pid` is the process's number here too, and not another's in another container."""
+        return int(self._header["space"]) == space()
+
+    @property
+    def asked_by(self) -> int:
+        """Return the signal that makes the process write its stacks; 0 for none."""
+        return int(self._header["stacks"])
+
+    @property
+    def has_wrapped(self) -> bool:
+        """Return whether calls have been overwritten."""
+        return bool((self._ring["number"] != 0).all())
 
     def is_alive(self) -> bool:
         """Return whether the process is there: it holds its lock, or is at least seen; True of one's own.
 
         A program that closes all its files, its record among them, has lost the lock and not its life.
         """
-        return self._file < 0 or is_locked(self._file) or _is_seen(self.pid, self.path)
+        return self._file < 0 or is_locked(self._file) or (self.is_near and _is_seen(self.pid, self.path))
 
     def text(self, number: int) -> str:
         """Return a text by its number."""
@@ -214,7 +225,7 @@ class Recorded:
 
     def _calls(self, places: np.ndarray[Any, Any]) -> list[Call]:
         rows = self._ring[places]
-        rows = rows[rows["number"] % ENTRIES == places]  # the others are being written
+        rows = rows[(rows["number"] % ENTRIES == places) & (rows["state"] != 0)]  # the others are being written
         rows = rows[np.argsort(rows["number"], kind="stable")]
         return [
             Call(

@@ -1,7 +1,12 @@
-"""Where another process of this host is in its Python code, without its help: by `faulthandler` at SIGUSR2."""
+"""Where another process of this host is in its Python code, without its help: by `faulthandler` at a signal.
+
+The signal is one of the real-time signals. SIGUSR2, as schedulers and their users know it, may get a handler of the
+program's at any time, unseen from outside, which a question would start.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import signal
@@ -11,32 +16,44 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mpizero.comm.record import Record
     from mpizero.comm.recorded import Recorded
 
-__all__ = ["where"]
+__all__ = ["ASK", "answer_for", "where"]
 
-PATIENCE = 0.5
+ASK = signal.SIGRTMIN + 12
+"""The signal."""
+PATIENCE = 1.0
 """Seconds that a process has to write its stacks."""
 SHOWN = 3
 """Frames, the innermost first."""
+_HEADER = re.compile(r"^(Current thread|Thread) 0x")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+
+
+def answer_for(mine: Record) -> None:
+    """Have this process write its threads' stacks beside its record when it is asked, unless it uses the signal."""
+    if signal.getsignal(ASK) == signal.SIG_DFL:
+        with suppress(OSError):
+            faulthandler.register(ASK, file=mine.open_stacks(ASK), all_threads=True)
 
 
 def where(peer: Recorded) -> str:
     """Return the innermost frames of a process's main thread, `train.py:88 in step < train.py:120 in main`, or "".
 
-    A stopped process does not answer, and one that has a handler of its own for SIGUSR2 is not asked.
+    A stopped process does not answer; one in another container cannot be asked.
     """
     path = peer.path.with_suffix(".stacks")
-    if not peer.has_stacks:
+    if not peer.asked_by or not peer.is_near:
         return ""
     with suppress(OSError):
-        before = path.stat().st_size
-        os.kill(peer.pid, signal.SIGUSR2)
+        before = size = path.stat().st_size
+        if not peer.is_alive():
+            return ""
+        os.kill(peer.pid, peer.asked_by)
         end = time.monotonic() + PATIENCE
-        size = before
         while time.monotonic() < end:
-            time.sleep(0.02)
+            time.sleep(0.01)
             now = path.stat().st_size
             if now > before and now == size:
                 break
@@ -46,9 +63,11 @@ def where(peer: Recorded) -> str:
 
 
 def _innermost(text: str) -> str:
-    """Return the frames of the thread that runs the program: the one whose stack ends in a module's body."""
-    for block in text.split("\n\n"):
-        frames = [found.groups() for line in block.splitlines() if (found := _FRAME.match(line))]
-        if frames and frames[-1][2] == "<module>":
-            return " < ".join(f"{Path(file).name}:{line} in {name}" for file, line, name in frames[:SHOWN])
-    return ""
+    """Return the frames of the thread that began the program, the last one of a dump."""
+    frames: list[tuple[str, ...]] | None = None
+    for line in text.splitlines():
+        if _HEADER.match(line):
+            frames = []
+        elif frames is not None and (found := _FRAME.match(line)):
+            frames.append(found.groups())
+    return " < ".join(f"{Path(file).name}:{line} in {name}" for file, line, name in (frames or [])[:SHOWN])

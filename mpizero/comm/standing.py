@@ -20,7 +20,9 @@ __all__ = ["Member", "Standing", "after", "died", "grouped", "has_done", "standi
 SOME = 4
 """Calls of a rank that are told."""
 SHOWN = 12
-"""Ranks in a list; the others are counted."""
+"""Ranks in a line; the others are counted."""
+LINES = 24
+"""Lines; the ranks of the others are counted."""
 
 
 class Member(NamedTuple):
@@ -45,47 +47,64 @@ class Standing(NamedTuple):
     text: str
 
 
-def standing(rank: int, peer: Recorded | None, seen_from: Call) -> Standing:
-    """Say where a rank is, by its record (None where that is gone), seen from a call in which another waits."""
+def standing(rank: int, peer: Recorded | None, seen_from: Call | None, *, ask: bool = False) -> Standing:
+    """Say where a rank is.
+
+    Args:
+        rank: in the job.
+        peer: its record; None where that cannot be read, in another container perhaps.
+        seen_from: the call in which another waits; None where it waits outside any.
+        ask: whether a rank in code of its own is asked for its stack, which takes tens of milliseconds.
+    """
     if peer is None:
-        return Standing(rank, gone=True, text="left")
-    if peer.state == RUNNING and not peer.is_alive():
+        return Standing(rank, gone=False, text="its record cannot be read here")
+    if peer.state == RUNNING and not peer.is_alive() and peer.state == RUNNING:
         return Standing(rank, gone=True, text=died(peer))
     if peer.state != RUNNING:
-        return Standing(rank, gone=not has_done(peer, seen_from), text=f"ended ({peer.cause}){after(peer)}")
-    stopped = "stopped (by SIGSTOP, or a debugger), " if _is_stopped(peer.pid) else ""
-    return Standing(rank, gone=False, text=stopped + _stage(peer, seen_from))
+        gone = seen_from is None or not has_done(peer, seen_from)
+        return Standing(rank, gone=gone, text=f"ended ({peer.cause}){after(peer)}")
+    stopped = "stopped (by SIGSTOP, or a debugger), " if _is_stopped(peer) else ""
+    ask = ask and not stopped  # it would not answer
+    if seen_from is None:
+        return Standing(rank, gone=False, text=stopped + _whereabouts(peer, None, ask=ask))
+    return Standing(rank, gone=False, text=stopped + _stage(peer, seen_from, ask=ask))
 
 
-def _stage(peer: Recorded, seen_from: Call) -> str:
+def _stage(peer: Recorded, seen_from: Call, *, ask: bool) -> str:
     call = peer.call(seen_from.uid, seen_from.sequence)
     if call is None:
-        return f"not in it yet: {_whereabouts(peer, seen_from)}"
+        return f"not in it yet: {_whereabouts(peer, seen_from, ask=ask)}"
     if call.state != UNDER_WAY:
         return "through it already" if call.state == DONE else "gave it up"
     return "waiting in it too" if call.plain == seen_from.plain else f"in {call.plain} in its place"
 
 
-def _whereabouts(peer: Recorded, seen_from: Call) -> str:
+def _whereabouts(peer: Recorded, seen_from: Call | None, *, ask: bool) -> str:
     """Say what a rank does that has not come to a call."""
     now = time.monotonic()
     under_way = peer.under_way()
     if under_way:
         calls = []
         for call in under_way[:SOME]:
-            elsewhere = f" on {call.place}" if call.uid != seen_from.uid else ""
+            elsewhere = f" on {call.place}" if seen_from is None or call.uid != seen_from.uid else ""
             calls.append(f"{call.title}{elsewhere}, {call.plain}, since {now - call.start:.1f} s")
-        return f"in {', and in '.join(calls)}"
+        more = f", and in {len(under_way) - SOME} more" if len(under_way) > SOME else ""
+        return f"in {', and in '.join(calls)}{more}"
     last = peer.latest()
     since = peer.began if last is None else last.end
-    place = where(peer)
+    place = where(peer) if ask else ""
     return f"in code of its own since {now - since:.1f} s{after(peer)}" + (f", at {place}" if place else "")
 
 
 def has_done(peer: Recorded, call: Call) -> bool:
-    """Return whether a rank that has left did all that a call needs of it."""
+    """Return whether a rank that has left did all that a call needs of it, as far as is known."""
     its = peer.call(call.uid, call.sequence)
-    return its is not None and its.state == DONE
+    if its is not None:
+        return its.state == DONE
+    latest = peer.latest(call.uid)
+    if latest is None:
+        return peer.has_wrapped  # so many calls ago, if at all, that its record has no place for it any more
+    return latest.sequence > call.sequence
 
 
 def died(peer: Recorded) -> str:
@@ -101,9 +120,9 @@ def after(peer: Recorded) -> str:
     return f" after {last.title}" if last is not None else " before its first call"
 
 
-def _is_stopped(pid: int) -> bool:
+def _is_stopped(peer: Recorded) -> bool:
     with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in {"T", "t"}
+        return peer.is_near and Path(f"/proc/{peer.pid}/stat").read_text().rpartition(")")[2].split()[0] in {"T", "t"}
     return False
 
 
@@ -114,9 +133,11 @@ def grouped(standings: Sequence[Standing]) -> str:
         texts.setdefault(one.text, []).append(one.rank)
     last = ("waiting in it too", "through it already")
     lines = sorted(texts.items(), key=lambda item: (item[0].endswith(last), min(item[1])))
-    return "\n".join(f"  rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}: {text}" for text, ranks in lines)
+    shown = [f"  rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}: {text}" for text, ranks in lines]
+    left = sum(len(ranks) for _, ranks in lines[LINES:])
+    return "\n".join([*shown[:LINES], *([f"  and {left} ranks more"] if left else [])])
 
 
 def _listed(ranks: list[int]) -> str:
     shown = [str(rank) for rank in sorted(ranks)]
-    return ", ".join(shown[:12]) + (f" and {len(shown) - 12} more" if len(shown) > 12 else "")
+    return ", ".join(shown[:SHOWN]) + (f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else "")

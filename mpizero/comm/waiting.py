@@ -90,7 +90,7 @@ def goes_on() -> bool:
 def tell_late(waited: float, timeout: float, missing: str) -> None:
     """Say on stderr how long this rank has been waiting, for what, and where the others are."""
     where = story()
-    text = f"mpizero: waiting since {waited:.0f} s, of {timeout:g} s (MPIZERO_TIMEOUT): {missing}\n"
+    text = f"mpizero: waiting since {waited:.3g} s, of {timeout:.3g} s (MPIZERO_TIMEOUT): {missing}\n"
     os.write(2, f"{text}{where}{chr(10) * bool(where)}".encode(errors="replace"))
 
 

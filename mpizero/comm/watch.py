@@ -3,26 +3,27 @@
 [Note: gone] A rank that exits while others wait for it leaves them waiting for ever under every MPI; so does one that
 ends by `os._exit` under some. A rank that waits looks at its peers' records four times a second. It ends the job, and
 says why, where a peer has died, or has left without having come to the call that it waits for. A rank that leaves says
-so in its record and then waits for the others before it lets MPI finalize, so that nobody is stuck in there.
+so in its record and then waits for the others before it lets MPI finalize, so that nobody is stuck in there. That is
+when the interpreter exits, or when the program calls `os._exit` (MPICH's launcher kills the others then, without a word
+and with exit code 0), or MPI_Finalize, which begins by telling the attributes of MPI_COMM_SELF.
 """
 
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import os
-import signal
 import threading
 import time
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpizero.comm.abort import abort
 from mpizero.comm.control import Control
 from mpizero.comm.raw import mpi
-from mpizero.comm.record import DIED, LEFT, RUNNING, STOPPED, Record, record
+from mpizero.comm.record import DIED, LEFT, RUNNING, STOPPED, UNDER_WAY, Record, record
 from mpizero.comm.recorded import Call, Recorded
+from mpizero.comm.stacks import answer_for
 from mpizero.comm.standing import Standing, after, died, grouped, has_done, standing
 from mpizero.errors import ArgumentError
 from mpizero.settings import settings
@@ -40,6 +41,8 @@ DYING = 3.0
 """Seconds that the launcher has to end the job after a rank has aborted it, before the others do so themselves."""
 TURN = 0.05
 """Seconds by which a rank is ahead of the next in saying what ended the job: one of a host is enough."""
+FOR_STACKS = 2.0
+"""Seconds within which ranks of a host are asked for their stacks, one after the other."""
 NAPS = (0.002, 0.05)
 """The shortest and the longest sleep of a rank that has left and waits for the others."""
 
@@ -98,20 +101,24 @@ class Watch:
     def _look_at(self, rank: int, waits: list[Call]) -> None:
         peer = self._peer(rank)
         if peer is None:
-            return  # it has left, and its record with it: all that there was to say was said before
+            return
         state, alive = peer.state, peer.is_alive()
         if state == RUNNING:
             if not alive and peer.state == RUNNING:
                 self.end(f"rank {rank} on {peer.host} {died(peer)}")
             return
         if state != LEFT:
-            self._aborted = self._aborted or time.monotonic()
-            if time.monotonic() - self._aborted > DYING:
-                self.end(f"rank {rank} on {peer.host} ended ({peer.cause})")
+            self._await_end(rank, peer)
             return
         for call in waits:
             if rank in self._ranks(call.uid) and not has_done(peer, call):
                 self.end(f"rank {rank} on {peer.host} left ({peer.cause}){after(peer)}; {self._waits(call)}")
+
+    def _await_end(self, rank: int, peer: Recorded) -> None:
+        """Leave it for a while to the launcher to end the job that another rank has aborted."""
+        self._aborted = self._aborted or time.monotonic()
+        if time.monotonic() - self._aborted > DYING:
+            self.end(f"rank {rank} on {peer.host} ended ({peer.cause})")
 
     def _look_far(self, call: Call) -> None:
         """Ask the other hosts, the longer the wait the less often; one rank of each host does."""
@@ -122,11 +129,16 @@ class Watch:
         self._asked = {key: value for key, value in self._asked.items() if value[0] > now - 2 * LAST_PAUSE}
         self._asked[call.uid, call.sequence] = now, min(2 * pause, LAST_PAUSE)
         before = [rank for rank in self._here if rank < self.own.rank and rank in self._ranks(call.uid)]
-        if any((peer := self._peer(rank)) is not None and peer.call(call.uid, call.sequence) for rank in before):
+        if any(self._waits_too(rank, call) for rank in before):
             return
-        for one in self.control.ask(self._members[call.uid], call):
+        for one in self.control.ask(self._members[call.uid], call, stacks=False):
             if one.gone:
                 self.end(f"rank {one.rank} {one.text}; {self._waits(call)}")
+
+    def _waits_too(self, rank: int, call: Call) -> bool:
+        peer = self._peer(rank)
+        its = None if peer is None else peer.call(call.uid, call.sequence)
+        return its is not None and its.state == UNDER_WAY
 
     def _waits(self, call: Call) -> str:
         return f"rank {self.own.rank} waits for it in {call.title} since {time.monotonic() - call.start:.1f} s"
@@ -136,34 +148,46 @@ class Watch:
         call = next((one for one in self.own.calls() if one.number == number), None)
         if call is None or call.uid not in self._members:
             return ""
-        members = self._members[call.uid]
-        standings = self.standings(call)
+        heading = f"where the other ranks are, seen from {call.title}, {call.what}, on {call.place}:\n"
+        return heading + grouped(self._standings(self._members[call.uid], call))
+
+    def roll(self, uid: int) -> str:
+        """Return where the other ranks of a communicator are, seen from no call of it, several lines; "" if unknown."""
+        if uid not in self._members:
+            return ""
+        return "where the other ranks are:\n" + grouped(self._standings(self._members[uid], None))
+
+    def _standings(self, members: tuple[Member, ...], call: Call | None) -> list[Standing]:
+        """Return where the other ranks of a communicator are, with their stacks."""
+        standings = self.answer([member.rank for member in members if member.rank != self.own.rank], call, ask=True)
         if self.control is not None:
-            standings += self.control.ask(members, call)
+            standings += self.control.ask(members, call, stacks=True)
         told = {one.rank for one in standings} | {self.own.rank}
-        standings += [
-            Standing(member.rank, gone=False, text=f"on {member.host} does not answer")
-            for member in members
-            if member.rank not in told
+        missing = [member for member in members if member.rank not in told]
+        return standings + [Standing(one.rank, gone=False, text=f"on {one.host} does not answer") for one in missing]
+
+    def answer(self, ranks: list[int], call: Call | None, *, ask: bool) -> list[Standing]:
+        """Return where some ranks are, those of this host, seen from a call of a rank of any host.
+
+        Args:
+            ranks: in the job.
+            call: as of `standing`.
+            ask: whether ranks in code of their own are asked for their stacks.
+        """
+        end = time.monotonic() + FOR_STACKS
+        return [
+            standing(rank, self._peer(rank), call, ask=ask and time.monotonic() < end)
+            for rank in ranks
+            if rank in self._here or rank == self.own.rank
         ]
-        return f"where the other ranks are, seen from {call.title}, {call.what}, on {call.place}:\n" + grouped(
-            standings
-        )
-
-    def standings(self, call: Call) -> list[Standing]:
-        """Return where the other ranks of this host are, seen from a call of a rank of any host."""
-        return [standing(rank, self._peer(rank), call) for rank in self._ranks(call.uid) if rank in self._here]
-
-    def answer(self, call: Call) -> list[Standing]:
-        """Return where the ranks of this host are, this one included, seen from a call of another host's rank."""
-        mine = [standing(self.own.rank, self.own, call)] if self.own.rank in self._ranks(call.uid) else []
-        return mine + self.standings(call)
 
     def _ranks(self, uid: int) -> list[int]:
         return [member.rank for member in self._members.get(uid, ())]
 
     def _peer(self, rank: int) -> Recorded | None:
-        """Return the record of a rank of this host; None where it is gone."""
+        """Return the record of a rank of this host; None where it cannot be read."""
+        if rank == self.own.rank:
+            return self.own
         if rank not in self._read:
             try:
                 self._read[rank] = Recorded(self._here[rank])
@@ -184,22 +208,40 @@ class Watch:
         """Return whether another rank of this host has said why the job ends."""
         return any((peer := self._peer(rank)) is not None and peer.state in {DIED, STOPPED} for rank in self._here)
 
-    def leave(self) -> None:
-        """Say that this rank exits, and wait until all have come to that or the job is ended; see [Note: gone]."""
+    def leave(self, cause: str = "it exits") -> None:
+        """Say that this rank exits, and wait until all have come to that or the job is ended; see [Note: gone].
+
+        With `MPIZERO_ABORT=0` it waits for nobody, and who starts next removes its record.
+        """
         if os.getpid() != self.mine.pid or mpi().Is_finalized():
             return
-        self.mine.conclude(LEFT, "it exits")
-        if self.own.state != LEFT:
-            return  # it raised, or was ended
+        self.mine.conclude(LEFT, cause)
+        waits = settings().abort and self.own.state == LEFT  # else it raised, or was ended
         world = mpi().COMM_WORLD
         nap = NAPS[0]
-        while self._some_are_left():
+        while waits and self._some_are_left():
             world.Iprobe()  # messages that others still wait for move while this rank is in MPI
             time.sleep(nap)
             nap = min(2 * nap, NAPS[1])
         if self.control is not None:
             self.control.close()
-        self.mine.remove()
+        if waits:
+            self.mine.remove()
+
+    def leave_at_exit(self) -> None:
+        """Have `leave` called when the interpreter exits, or before that when MPI is finalized, or at `os._exit`."""
+        atexit.register(self.leave)
+        module = mpi()
+        key = module.Comm.Create_keyval(delete_fn=lambda *_: self.leave("MPI_Finalize"))
+        module.COMM_SELF.Set_attr(key, self)
+        if settings().abort:
+            exit_at_once = os._exit
+
+            def leave_and_exit(status: int) -> NoReturn:
+                self.leave(f"os._exit({status})")
+                exit_at_once(status)
+
+            os._exit = leave_and_exit
 
     def _some_are_left(self) -> bool:
         """Return whether some rank of the job has not come to its end; end the job where one has died."""
@@ -209,7 +251,10 @@ class Watch:
                 continue
             if peer.state == RUNNING and not peer.is_alive() and peer.state == RUNNING:
                 self.end(f"rank {rank} on {peer.host} {died(peer)}, and did not come to its end")
-            return peer.state == RUNNING
+            if peer.state in {DIED, STOPPED}:
+                self._await_end(rank, peer)
+            if peer.state != LEFT:
+                return True
         return self.control is not None and not self.control.all_have_left()
 
 
@@ -220,10 +265,8 @@ def watch() -> Watch | None:
     if mine is None:
         return None
     made = Watch(mine)
-    if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
-        faulthandler.register(signal.SIGUSR2, file=mine.open_stacks(), all_threads=True)
-    if settings().abort:
-        atexit.register(made.leave)
+    answer_for(mine)
+    made.leave_at_exit()
     return made
 
 
@@ -240,9 +283,15 @@ def has_been_told() -> bool:
     return found is not None and found.has_been_told()
 
 
-def story() -> str:
-    """Return where the other ranks are, seen from all that this process waits in; "" where nothing is known."""
-    found: Any = watch() if watch.cache_info().currsize else None
+def story(uid: int = 0) -> str:
+    """Return where the other ranks are, seen from all that this process waits in; "" where nothing is known.
+
+    Args:
+        uid: of the communicator whose ranks are of interest where the process is in no call.
+    """
+    found = watch() if watch.cache_info().currsize else None
     if found is None:
         return ""
+    if uid:
+        return found.roll(uid)
     return "\n".join(filter(None, (found.report(call.number) for call in found.own.under_way())))

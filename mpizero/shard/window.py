@@ -20,6 +20,7 @@ import numpy as np
 from mpizero.arrays import from_memory, parse_dtype
 from mpizero.comm.segment import fence
 from mpizero.comm.waiting import poll
+from mpizero.comm.watch import story
 from mpizero.errors import CollectiveTimeoutError
 
 if TYPE_CHECKING:
@@ -86,9 +87,8 @@ class Window:
         if self._readers(agreed) and not poll(
             lambda: not self._readers(agreed), self.comm.transport.timeout, lambda: self._who(agreed)
         ):
-            raise CollectiveTimeoutError(
-                f"{self._who(agreed)}: a step must come after every rank's forward and backward"
-            )
+            text = f"{self._who(agreed)}: a step must come after every rank's forward and backward"
+            raise CollectiveTimeoutError(f"{text}\n{story(self.comm.uid)}".strip())
         if self._fence is not None:
             self._fence()
 

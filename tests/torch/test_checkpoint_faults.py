@@ -184,6 +184,28 @@ def test_no_room_in_the_background(world, saved, little_room):
     handle.wait()
 
 
+def test_no_room_for_rank_0_alone(world, saved, monkeypatch):
+    """Ranks that still write in the background find their folder, and have nothing to say."""
+    model, _, folder = saved
+    write, go_on = files.write_file, threading.Event()
+
+    def late(path, ranges):
+        if world.rank == 0:
+            raise OSError(28, "No space left on device")
+        go_on.wait(20)
+        return write(path, ranges)
+
+    monkeypatch.setattr("mpizero.checkpoint.job.write_file", late)
+    found = mz.save_async(folder / "two", model)
+    found._thread.join(0 if world.rank else None)
+    world.mpi.Barrier()
+    go_on.set()
+    text = raised(world, found.wait)
+    assert "No space left on device" in text
+    assert "; rank" not in text
+    assert names_in(folder) == ["latest", "one"]
+
+
 def test_no_room_for_the_manifest(world, saved, monkeypatch):
     model, optimizer, folder = saved
 
