@@ -159,8 +159,9 @@ def check_no_partial_overlap(x: Any, out: Any) -> bool:
 
 
 def _is_torch(x: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(x, torch.Tensor)
+    # Another thread may be in the middle of importing it.
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    return tensor is not None and isinstance(x, tensor)
 
 
 def _borrow_torch(x: Any, what: str, *, writable: bool) -> Borrowed:

@@ -181,6 +181,7 @@ class Communicator:
 
         The first use is collective; it is the same one each time, since an MPI has only some 2,000 to give.
         """
+        self._settle()
         return Communicator(self._comm, timeout=self.transport.timeout, strict=self.strict is not None)
 
     @property
@@ -362,14 +363,17 @@ class Communicator:
 
         See [Note: driven by the caller] in `progress`. For all ranks alike; a change waits for what is under way.
         """
-        if on == self.driven_by_caller:
-            return
+        if on != self.driven_by_caller:
+            self._settle()
+            self.driven_by_caller = on
+
+    def _settle(self) -> None:
+        """Wait for what is under way: MPI pairs its own collectives by the order of their calls, whoever makes them."""
         while self.under_way:
             if self.driven_by_caller:
                 self._queue.run_to(self._queue.jobs[-1])
             else:
                 time.sleep(NAP)
-        self.driven_by_caller = on
 
     def progress(self) -> None:
         """Advance what is under way without blocking, where the caller drives it; else nothing is to be done."""
@@ -396,6 +400,7 @@ class Communicator:
             color: a number of 0 or more.
             key: the wanted order; equal keys keep the order of this communicator's ranks.
         """
+        self._settle()
         part = self._comm.Split(color, key)
         try:
             return Communicator(part, timeout=self.transport.timeout, strict=self.strict is not None)
@@ -412,6 +417,7 @@ class Communicator:
         """
         if self.board is None:
             return None
+        self._settle()
         made = share(self._comm, max(1, -(-nbytes // (PAGE * self.size))) * PAGE)
         return None if made is None else made.bytes[:nbytes]
 

@@ -160,3 +160,18 @@ def test_work_that_nobody_waits_for(world):
     """Left alone it is finished all the same, and what comes after on its communicator waits for it."""
     mpizero.all_reduce(np.ones(50_000), world, async_op=True)
     assert mpizero.all_reduce(np.ones(3), world)[0] == world.size
+
+
+def test_a_split_in_the_midst(world):
+    """MPI pairs its own collectives with the making of a communicator, unless what is under way is waited for first."""
+    for turn in range(6):
+        long, short = np.ones(200_000), np.full(3, world.rank + 1.0)
+        works = [mpizero.all_reduce(long, world, algorithm="ring" if world.size > 1 else "native", async_op=True)]
+        works += [mpizero.all_reduce(short, world, algorithm="native", async_op=True)]
+        time.sleep(0.002 * (turn % 3) * (world.rank > 0))
+        part = world.split(0, world.rank)
+        for work in works:
+            work.wait()
+        assert short[0] == expected(world, 1)
+        assert part.size == world.size
+        part.close()
