@@ -1,10 +1,10 @@
 """Train a byte-level GPT on text, on any number of ranks: `mpirun -n 4 python examples/train_gpt.py --stage 3`.
 
 This is the one-process script plus the two lines marked `<- sharded`; `python examples/train_gpt.py` runs it alone.
-With `--save DIR` it saves, and with `--resume` goes on from what is there, on any number of ranks (`<- saved`).
-"""
+With `--save DIR` it saves, on SIGUSR1 too; with `--resume` or `mzrun --restarts` it goes on, on any number of ranks."""
 
 import argparse
+import os
 import sysconfig
 from pathlib import Path
 
@@ -29,8 +29,7 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (batch, length, dim) to the same shape."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(seen.transpose(1, 2).flatten(2))
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -76,11 +75,11 @@ def options() -> argparse.Namespace:
     add("--exact", type=int, default=0, help="micro-batches per step, for the same bits on 1, 2, 4, ... ranks")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where to train; cuda is the rank's own GPU")
     add("--steps", type=int, default=80, help="number of optimizer steps")
-    add("--batch", type=int, default=8, help="sequences per rank and step")
+    add("--batch", type=int, default=8, help="sequences per rank and step; a checkpoint knows its own total")
     add("--data", type=Path, default=Path(sysconfig.get_path("stdlib")), help="a file, or a folder of files")
     add("--save", type=Path, help="a folder for checkpoints")
     add("--every", type=int, default=20, help="steps from one checkpoint to the next")
-    add("--resume", action="store_true", help="go on from the latest checkpoint, if there is one")
+    add("--resume", action="store_true", default="MPIZERO_RESTART" in os.environ, help="go on from the latest one")
     return parser.parse_args()
 
 
@@ -95,13 +94,13 @@ def main() -> None:
     model = mz.shard(model, stage=args.stage, units={Block}, precision=precision, exact=args.exact > 0)  # <- sharded
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     rank, size = mz.world().rank, mz.world().size
-    there = args.resume and args.save and (args.save / "latest").exists()
-    at = mz.load(args.save, model, optimizer) if there else {"step": 0, "seen": 0}  # <- saved
-
+    at = {"step": 0, "batch": args.batch * size}
+    if args.resume and args.save and (args.save / "latest").exists():
+        at = mz.load(args.save, model, optimizer)  # <- saved
     first = evaluate(model, valid, args.batch)
     with Progress(model, optimizer, steps=args.steps - at["step"]) as progress:
         for step in range(at["step"] + 1, args.steps + 1):
-            numbers = torch.arange(at["seen"], at["seen"] + args.batch * size)
+            numbers = torch.arange((step - 1) * at["batch"], step * at["batch"])
             mine = mz.micro_batches(model, numbers, args.exact, step=step) if args.exact else [numbers[rank::size]]
             for part in mine:
                 loss = model(*sequences(train, part))
@@ -109,10 +108,11 @@ def main() -> None:
             mz.clip_grad_norm_(model, 1.0)  # <- sharded
             optimizer.step()
             optimizer.zero_grad()
-            progress.step(loss, tokens=args.batch * 128)
-            at = {"step": step, "seen": at["seen"] + args.batch * size}
-            if args.save and step % args.every == 0:
-                mz.save(args.save / f"step-{step}", model, optimizer, extra=at, keep_last=2)  # <- saved
+            progress.step(loss, tokens=at["batch"] * 128 // size)
+            if args.save and ((stop := mz.stop_requested()) or step % args.every == 0):  # <- saved
+                mz.save(args.save / f"step-{step}", model, optimizer, extra=at | {"step": step}, keep_last=2)
+                if stop:
+                    break
     progress.summary(first, evaluate(model, valid, args.batch))
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "LaunchError",
     "MpiNotFoundError",
     "MpiZeroError",
+    "NonFiniteError",
     "ShardError",
     "must_be",
 ]
@@ -51,6 +52,10 @@ class DeviceMemoryError(DeviceError, MemoryError):
 
 class ShardError(MpiZeroError, RuntimeError):
     """Say that a sharded model or its optimizer was used in a way that would give wrong numbers."""
+
+
+class NonFiniteError(MpiZeroError, FloatingPointError):
+    """Say that gradients or parameters are NaN or infinite; all ranks raise it, and the job can go on."""
 
 
 class MpiNotFoundError(MpiZeroError, ImportError):

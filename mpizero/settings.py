@@ -49,6 +49,8 @@ class Settings:
     `mpizero-USER` in the host's folder for temporary files."""
     threads: int | None = None
     """`OMP_NUM_THREADS`: the user's own choice of threads per rank; None leaves it to mpizero."""
+    restart: int = 0
+    """`MPIZERO_RESTART`: how often this job was started again; set by `bin/mzrun --restarts`."""
     terminal: bool = False
     """`MPIZERO_TTY`: set by `bin/mzrun` when the job's output is shown on a terminal."""
 
@@ -74,6 +76,7 @@ def settings() -> Settings:
         canary=bool(_switch("MPIZERO_CANARY", env.get("MPIZERO_CANARY", ""))),
         record=_record(env.get("MPIZERO_RECORD", "")),
         threads=int(threads) if threads is not None and threads.isdecimal() else None,
+        restart=_count("MPIZERO_RESTART", env.get("MPIZERO_RESTART", "")),
         terminal=env.get("MPIZERO_TTY", "0") == "1",
     )
 
@@ -100,6 +103,12 @@ def _switch(name: str, text: str) -> bool | None:
     if text not in {"", "0", "1"}:
         raise ArgumentError(must_be(name, "0 or 1", text, "unset it to leave the choice to mpizero"))
     return text == "1" if text else None
+
+
+def _count(name: str, text: str) -> int:
+    if text and not text.isdecimal():
+        raise ArgumentError(must_be(name, "a whole number, 0 or more", text, "unset it for a first start"))
+    return int(text or 0)
 
 
 def _positive(name: str, text: str) -> float:

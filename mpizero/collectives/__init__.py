@@ -20,6 +20,7 @@ from mpizero.collectives.order import pairwise
 from mpizero.collectives.prepare import prepare
 from mpizero.collectives.registry import OPERATIONS, Algorithm, Operation, algorithm, algorithms_of, build
 from mpizero.collectives.schedule import Schedule, even_offsets
+from mpizero.collectives.stop import stop_requested
 from mpizero.collectives.symmetric import empty
 from mpizero.collectives.verbs import (
     all_gather,
@@ -54,4 +55,5 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "scatter",
+    "stop_requested",
 ]

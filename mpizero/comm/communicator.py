@@ -16,9 +16,11 @@ from mpizero.comm.abort import abort, install_abort_hooks
 from mpizero.comm.about import About, about
 from mpizero.comm.board import make_board
 from mpizero.comm.describe import machine
+from mpizero.comm.forks import Gone, refuse_in_child, tell_in_child
 from mpizero.comm.health import Health
 from mpizero.comm.heap import Heap
 from mpizero.comm.launch import mixed_launch_message, under_launcher
+from mpizero.comm.leaks import user_line, warn_of_leak
 from mpizero.comm.messages import MessageTransport
 from mpizero.comm.native import NativeCollectives
 from mpizero.comm.pingpong import measure_links
@@ -54,8 +56,22 @@ class Communicator:
 
     Its traffic cannot meet the caller's: the constructor duplicates the given communicator, and is therefore collective
     over it. Making one costs an `MPI_Comm_dup`, an `MPI_Comm_split_type` and a gather of host names, and once more so
-    much for the `node` where the ranks are on several hosts.
+    much for the `node` where the ranks are on several hosts. One that is dropped without `close` is a leak, of which a
+    ResourceWarning says where it was made; at the end of the job none needs to be closed.
     """
+
+    closed = False
+    in_child = False
+    """Whether this process is a forked child of the rank; see [Note: children of a rank] in `forks`."""
+    driven_by_caller = False
+    """Whether asynchronous collectives move only in `progress` and `Work.wait`; see `let_caller_drive`."""
+    strict: Strict | None = None
+    """What compares the ranks' calls; None where nothing does."""
+    _calls = 0
+    _open = 0
+    """The record's number of the call that holds the communicator."""
+    _made_at = ""
+    """The user's line; "" while it is not made, and where another communicator closes it."""
 
     def __init__(self, mpi_comm: Any = None, *, timeout: float | None = None, strict: bool | None = None) -> None:
         """Duplicate `mpi_comm`.
@@ -83,18 +99,12 @@ class Communicator:
         self.rank: int = self.transport.rank
         self.size: int = self.transport.size
         self.stats: Stats = self.transport.stats
-        self.closed = False
         self._scratch = np.empty(0, np.uint8)
         self._busy = threading.Lock()
         self._queue = Queue()
-        self._calls = 0
-        self._open = 0
-        """The record's number of the call that holds the communicator."""
         self.under_way: Sized = self._queue.jobs
         """The collectives in the background that are not over."""
         self._in_background = module.Query_thread() == module.THREAD_MULTIPLE
-        self.driven_by_caller = False
-        """Whether asynchronous collectives move only in `progress` and `Work.wait`; see `let_caller_drive`."""
         self.slow_peers: list[int] = []
         """The ranks beyond slow links, to which messages are cut small."""
         self.notes: dict[Any, Any] = {}
@@ -112,11 +122,14 @@ class Communicator:
         shares = self.node is self and self.size > 1 and settings().loads
         self.board = make_board(self._comm, self.transport.timeout, self.health) if shares else None
         """The memory through which all ranks meet; None where they are on several hosts or can share none."""
-        self.strict: Strict | None = None
-        """What compares the ranks' calls; None where nothing does."""
         self.compare(on=settings().strict if strict is None else strict)
         self._heap: Heap | None = None
         self._sides: dict[int, DeviceSide] = {}
+        self._adopted: list[Communicator] = []
+        if self.node is not self:
+            self.adopt(self.node)
+        self._made_at = user_line()
+        tell_in_child(self)
         if self.size > 1 and settings().abort:
             install_abort_hooks(has_been_told)
 
@@ -182,7 +195,14 @@ class Communicator:
         The first use is collective; it is the same one each time, since an MPI has only some 2,000 to give.
         """
         self._settle()
-        return Communicator(self._comm, timeout=self.transport.timeout, strict=self.strict is not None)
+        made = Communicator(self._comm, timeout=self.transport.timeout, strict=self.strict is not None)
+        self.adopt(made)
+        return made
+
+    def adopt(self, other: Communicator) -> None:
+        """Have `other` closed with this one."""
+        other._made_at = ""
+        self._adopted.append(other)
 
     @property
     def channel_number(self) -> int:
@@ -197,6 +217,8 @@ class Communicator:
     @property
     def heap(self) -> Heap:
         """Return what gives symmetric buffers to the ranks of this host."""
+        if self.in_child:
+            refuse_in_child("a symmetric buffer")
         if self.node is not self:
             return self.node.heap
         if self._heap is None:
@@ -299,6 +321,8 @@ class Communicator:
             self._refuse(_name(what))
 
     def _refuse(self, what: str) -> None:
+        if self.in_child:
+            refuse_in_child(what)
         if self.closed:
             raise CollectiveError(f"{what}: the communicator must be open (got a closed one): make a new one")
         failure = self._queue.failure
@@ -369,6 +393,8 @@ class Communicator:
 
     def _settle(self) -> None:
         """Wait for what is under way: MPI pairs its own collectives by the order of their calls, whoever makes them."""
+        if self.in_child:
+            refuse_in_child("a communicator")
         while self.under_way:
             if self.driven_by_caller:
                 self._queue.run_to(self._queue.jobs[-1])
@@ -443,12 +469,18 @@ class Communicator:
         """End every rank of the job at once with the exit code `code`."""
         abort(code)
 
+    def leave_behind(self) -> None:
+        """Refuse everything from now on, this process being a forked child; the parent's communicator is unharmed."""
+        self.in_child, self.health.sound = True, False
+        self._busy = threading.Lock()  # the parent's may be held by a thread that is not here
+        self._comm = Gone()
+
     def close(self) -> None:
         """Free the MPI communicators; collective over the ranks.
 
-        Closes `node` and `private` too. Closing twice does nothing.
+        Closes `node`, `private` and what else it has adopted too. Closing twice does nothing.
         """
-        if self.closed:
+        if self.closed or self.in_child:
             return
         self.closed = True
         try:
@@ -457,7 +489,6 @@ class Communicator:
         finally:
             self.health.sound = False
         self._sides.clear()
-        self.node.close()
         if self._heap is not None:
             self._heap.close()
         self.board = None
@@ -465,9 +496,14 @@ class Communicator:
             self.strict.close()
         if self._watch is not None:
             self._watch.dismiss(self.uid)
-        if "private" in self.__dict__:
-            self.private.close()
+        for other in self._adopted:
+            other.close()
         self._comm.Free()
+
+    def __del__(self) -> None:
+        """Warn of a leak; one that an error has left half-way cannot be closed in order, and is none."""
+        if self._made_at and not self.closed and self.health.sound:
+            warn_of_leak(self._made_at, self)
 
     def __repr__(self) -> str:
         """Return rank, size and the number of hosts."""

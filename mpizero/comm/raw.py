@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mpizero.comm.forks import check_may_start
 from mpizero.errors import MpiNotFoundError
 
 if TYPE_CHECKING:
@@ -25,7 +26,9 @@ def mpi() -> ModuleType:
 
     Raises:
         MpiNotFoundError: where mpi4py, or the MPI library that it loads, is not to be found.
+        CollectiveError, LaunchError: in a child of a rank; see `forks`.
     """
+    check_may_start()
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

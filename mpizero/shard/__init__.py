@@ -13,9 +13,11 @@ from typing import Any
 from mpizero.shard.batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from mpizero.shard.data import global_mean, join
 from mpizero.shard.micro import micro_batches
+from mpizero.shard.nonfinite import NonFiniteWatch, watch_nonfinite
 from mpizero.shard.optimizers import elementwise
 from mpizero.shard.policy import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, Precision
 from mpizero.shard.profile import Profile, profile
+from mpizero.shard.replicas import ReplicaWatch, check_replicas, watch_replicas
 from mpizero.shard.report import MemoryReport, memory_report
 from mpizero.shard.runtime import runtime_of
 from mpizero.shard.verb import full_parameters, no_sync, stats, unsharded
@@ -35,9 +37,12 @@ __all__ = [
     "NO_SHARD",
     "SHARD_GRAD_OP",
     "MemoryReport",
+    "NonFiniteWatch",
     "Precision",
     "Profile",
+    "ReplicaWatch",
     "SyncBatchNorm",
+    "check_replicas",
     "convert_sync_batchnorm",
     "elementwise",
     "full_gradient",
@@ -56,6 +61,8 @@ __all__ = [
     "set_full_parameter",
     "stats",
     "unsharded",
+    "watch_nonfinite",
+    "watch_replicas",
 ]
 
 

@@ -8,20 +8,24 @@ at all is named by the transport's time-out.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import numpy as np
 
 from mpizero.collectives import all_gather
-from mpizero.errors import ArgumentError, ShardError, must_be
+from mpizero.errors import ArgumentError, CollectiveError, CollectiveTimeoutError, ShardError, must_be
 
-__all__ = ["EVENTS", "Agreement", "Event", "agree", "agreements", "check_same", "gather_texts"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["EVENTS", "Agreement", "Event", "agree", "agreements", "check_same", "gather_texts", "naming"]
 
 EVENTS = (
     *("forward", "backward", "end of backward", "unsharded", "full_parameters", "clip_grad_norm_", "full_parameter"),
-    *("save", "load"),
+    *("save", "load", "watch_nonfinite", "check_replicas"),
 )
 
 
@@ -58,13 +62,18 @@ class Agreement:
     def __init__(self, comm: Any, event: Event, names: list[str]) -> None:
         """Send this rank's event; see `agree`."""
         self._comm, self._names = comm, names
+        self._event = event
         comm.notes[COUNT] = agreements(comm) + 1
         self._mine = np.array([*event.code(), event.flags], np.int32).view(np.uint8)
         self._work = all_gather(self._mine, comm, algorithm=_way(comm), async_op=True)
 
     def check(self) -> np.ndarray[Any, Any]:
         """Wait for all ranks' events; return their flags, and raise as `agree` does."""
-        table = self._work.wait().reshape(self._comm.size, -1)
+        try:
+            table = self._work.wait().reshape(self._comm.size, -1)
+        except CollectiveTimeoutError as error:  # a rank with fewer batches, or that left the call out (case S7)
+            here = _describe(self._event.code(), self._names)
+            raise CollectiveTimeoutError(f"{here}: not all ranks came to it: {error}") from error
         heads = np.ascontiguousarray(table).view(np.int32)
         if (heads[:, :-1] != heads[0, :-1]).any():
             calls = "; ".join(f"rank {rank}: {_describe(row, self._names)}" for rank, row in enumerate(heads.tolist()))
@@ -86,12 +95,24 @@ def agree(comm: Any, event: Event, names: list[str], extra: np.ndarray[Any, Any]
 
     Raises:
         ShardError: on every rank, if the ranks are not about to do the same.
+        CollectiveTimeoutError: if a rank does not come; says to what, and which.
     """
     flags = Agreement(comm, event, names).check()
     if extra is None:
         return flags
     # Apart from the events, which are of one size, so that ranks of different minds can be told what each one called.
     return np.concatenate([flags, all_gather(extra, comm, algorithm=_way(comm)).reshape(comm.size, -1)], axis=1)
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Say in errors of collectives what they were about, where they do not (case S8)."""
+    try:
+        yield
+    except CollectiveError as error:
+        if what in str(error):
+            raise
+        raise type(error)(f"{what}: {error}") from error
 
 
 def _way(comm: Any) -> str:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mpizero.shard.flat import FlatParams
     from mpizero.shard.gradients import Buffer, Gradients
     from mpizero.shard.home import Home
+    from mpizero.shard.nonfinite import NonFiniteWatch
     from mpizero.shard.policy import Lifetime
     from mpizero.shard.reductions import Reductions
     from mpizero.shard.window import Window
@@ -114,6 +115,8 @@ class Backward:
         for flat in runtime.flats:
             self._offsets[id(flat)] = position
             position += len(flat.shards)
+        self.watch: NonFiniteWatch | None = None
+        """Who looks at the gradients, if anybody does."""
         self._agreement: Agreement | None = None
         """What ranks have told each other at the beginning of the backward, not looked at yet."""
 
@@ -161,6 +164,8 @@ class Backward:
         self._end = weakref.ref(end, self._given_up)
         self._pending = [unit for unit in reversed(self._runtime.units) if unit.trainable]
         self.drop_zeroed()
+        if self.watch is not None:
+            self.watch.begin()
         torch.autograd.Variable._execution_engine.queue_callback(end)  # noqa: SLF001
         del end  # from here on autograd's alone
         if self._runtime.window is not None:
@@ -195,6 +200,8 @@ class Backward:
         gradients = flat.gradients
         if gradients is None:
             return
+        if self.watch is not None:
+            self.watch.arrived(self._offsets[id(flat)] + index, flat.full_params[index].grad)
         if self._runtime.sync and gradients.incoming is None:
             self._reductions.lend(unit)
         gradients.keep(index, sync=self._runtime.sync)
@@ -228,6 +235,8 @@ class Backward:
         self._end = None
         self._runtime.end_reading()
         self._runtime.observe("backward", "", self._began)
+        if self.watch is not None:
+            self.watch.settle()
 
     def _settle(self) -> None:
         self._entered.clear()
@@ -255,11 +264,11 @@ class Backward:
                 "parameter that several units use): take stages 0 to 2, or node_shared=True"
             )
         for gradients in self._runtime.gradients():
-            gradients.attach((said[self._span(gradients.flat)] & USED).astype(bool).tolist())
+            gradients.attach((said[self.span(gradients.flat)] & USED).astype(bool).tolist())
         late = [
             unit
             for unit in reversed(self._runtime.units)
-            if any((said[self._span(flat)] & LATE).any() for flat in unit.trainable)
+            if any((said[self.span(flat)] & LATE).any() for flat in unit.trainable)
         ]
         for unit in late:
             self._reduce(unit)
@@ -269,11 +278,16 @@ class Backward:
         """Return, for every parameter, what any rank says of it, and begin anew."""
         for gradients in self._runtime.gradients():
             if gradients.incoming is not None:
-                self._used[self._span(gradients.flat)] |= LATE
+                self._used[self.span(gradients.flat)] |= LATE
         said, self._used = self._used, np.zeros_like(self._used)
+        if self.watch is not None:
+            said |= self.watch.bits()
+        rows = said[None]
         if self._runtime.comm.size > 1:
-            said = np.bitwise_or.reduce(self._runtime.agree(Event(kind="end of backward"), said)[:, 1:], axis=0)
-        return said
+            rows = self._runtime.agree(Event(kind="end of backward"), said)[:, 1:]
+        if self.watch is not None:
+            self.watch.heard(rows)
+        return np.bitwise_or.reduce(rows, axis=0)
 
     def _given_up(self, end: Callable[[], Any]) -> None:
         """Be told that autograd has dropped its end of a backward, after it or instead of it."""
@@ -307,7 +321,7 @@ class Backward:
             unit.forget_backward()
             for gradients in unit.gradients:
                 gradients.forget()
-                kept, span = gradients.kept, self._span(gradients.flat)
+                kept, span = gradients.kept, self.span(gradients.flat)
                 self._used[span] = [USED if index in kept else 0 for index in range(len(gradients.flat.shards))]
         self._runtime.end_reading()
 
@@ -327,6 +341,8 @@ class Backward:
         self._used[:] = 0
         for gradients in self._runtime.gradients():
             gradients.begin()
+        if self.watch is not None:
+            self.watch.begin_step()
 
     def drop_zeroed(self) -> None:
         """Forget gradients that `no_sync` has kept and `zero_grad` has taken away since."""
@@ -334,6 +350,7 @@ class Backward:
             for index in gradients.drop_zeroed():
                 self._used[self._offsets[id(gradients.flat)] + index] = 0
 
-    def _span(self, flat: Buffer) -> slice:
+    def span(self, flat: Buffer) -> slice:
+        """Return the places of a buffer's parameters among all of the model's."""
         start = self._offsets[id(flat)]
         return slice(start, start + len(flat.shards))

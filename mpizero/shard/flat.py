@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from mpizero.collectives import all_gather, barrier, broadcast, empty
 from mpizero.plan import Layout, layout_of
 from mpizero.shard.access import ShardedParameters, handle_of
+from mpizero.shard.agree import naming
 from mpizero.shard.exact_gradients import ExactGradients
 from mpizero.shard.gradients import Gradients
 from mpizero.shard.policy import HALF
@@ -267,7 +268,7 @@ class FlatParams:
         """Wait for the gather that is under way, if any; on a GPU, have the home stream and the current one do so."""
         if self.gathering is not None:
             gathering, self.gathering = self.gathering, None
-            with self.home.order():
+            with self.home.order(), naming(f"parameters {self.label}"):
                 gathering.wait()
             self.gathered = gathering.ended
 

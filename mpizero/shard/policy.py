@@ -31,6 +31,7 @@ __all__ = [
 
 NO_SHARD, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD = "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"
 _STAGES = {NO_SHARD: 0, SHARD_GRAD_OP: 2, FULL_SHARD: 3, HYBRID_SHARD: 3}
+REPLICAS = "replicas"
 HALF = (torch.bfloat16, torch.float16)
 _WORKING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -169,13 +170,20 @@ def ranks_of(comm: Any, stage: int, group: Any, *, hybrid: bool) -> tuple[Ranks,
     if group is None and not hybrid:
         return Ranks(everyone=comm, group=comm), stage
     group = comm.node if group is None else group.private
-    sizes = all_gather(np.array([group.size], np.int64), comm, algorithm="direct").tolist()
+    kept, replicas = group.notes.get(REPLICAS, (None, None))
+    known = kept is comm and not replicas.closed
+    table = all_gather(np.array([group.size, known], np.int64), comm, algorithm="direct").reshape(comm.size, 2)
+    sizes = table[:, 0].tolist()
     if len(set(sizes)) > 1:
         rule = "groups of equally many ranks, for hybrid sharding"
         raise ArgumentError(must_be("group", rule, f"groups of {sorted(set(sizes))}", "pass another group"))
     if stage == 0 or group.size in {1, comm.size}:  # an axis of size 1: plain replication, or plain sharding
         return Ranks(everyone=comm, group=comm), 0 if group.size == 1 else stage
-    return Ranks(everyone=comm, group=group, replicas=comm.split(group.rank, comm.rank)), stage
+    if not table[:, 1].all():  # an MPI has only some 2,000 to give: models of one group share one
+        replicas = comm.split(group.rank, comm.rank)
+        comm.adopt(replicas)
+        group.notes[REPLICAS] = comm, replicas
+    return Ranks(everyone=comm, group=group, replicas=replicas), stage
 
 
 def lifetime_of(stage: int, ranks: int, *, shared: bool = False, exact: Any = None) -> Lifetime:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mpizero.collectives import all_reduce, empty, reduce_scatter
+from mpizero.shard.agree import naming
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -212,11 +213,13 @@ class Reductions:
         self._before_wait()
         job = self._jobs.popleft()
         start = time.perf_counter()
-        part = job.part if job.work is None else job.work.wait()
-        if self.ranks.replicas is not None and job.work is not None:
-            self._sum_over_replicas(job)
-            assert job.second is not None  # noqa: S101  (just begun)
-            part = job.second.wait()
+        with naming(f"gradients of {job.members[0].flat.label}"):
+            part = job.part if job.work is None else job.work.wait()
+            if self.ranks.replicas is not None and job.work is not None:
+                self._sum_over_replicas(job)
+                assert job.second is not None  # noqa: S101  (just begun)
+                part = job.second.wait()
+        if job.second is not None:
             if self.lifetime.exact is None:
                 part.div_(self.ranks.everyone.size)
             part = part.to(job.dtype).to(part.dtype)  # rounded where the one sum of all ranks would be

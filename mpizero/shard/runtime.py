@@ -84,6 +84,10 @@ class Runtime:
         """Called with (event, unit's name) at each gather, release and reduction; see `testing.order`."""
         self.observer: Callable[[Span], None] | None = None
         """Told of everything that takes time; see `spans`."""
+        self.before_steps: list[Callable[[], None]] = []
+        """Called before each step of an optimizer, when no rank reads the parameters any more."""
+        self.after_steps: list[Callable[[], None]] = []
+        """Called after each step."""
         self._stepping = 0.0
         """When the optimizer's step began."""
         self.names = [unit.name for unit in units]
@@ -283,6 +287,8 @@ class Runtime:
         self._forget_interrupted()
         if self.window is not None:
             self._await_readers(self.window)
+        for call in self.before_steps:
+            call()
 
     def after_step(self) -> None:
         """Have the full parameters filled anew: at once where the node shares them, else with the next forward."""
@@ -290,6 +296,8 @@ class Runtime:
         self.mark_stale(trainable)
         self.refill(trainable)
         self.observe("step", "", self._stepping)
+        for call in list(self.after_steps):
+            call()
 
     def refill(self, flats: list[FlatParams]) -> None:
         """Fill the node's shared parameters anew; elsewhere the next forward finds that buffers have changed."""

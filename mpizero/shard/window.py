@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpizero.arrays import from_memory, parse_dtype
+from mpizero.comm.forks import tell_in_child
 from mpizero.comm.segment import fence
 from mpizero.comm.waiting import poll
 from mpizero.comm.watch import story
@@ -44,6 +45,11 @@ class Window:
         self._words = memory[: LINE * comm.size].view(np.uint64)
         self._taken = LINE * comm.size
         self._fence = fence()
+        tell_in_child(self)
+
+    def leave_behind(self) -> None:
+        """Keep the numbers to oneself, this process being a forked child: the other ranks look at the rank's own."""
+        self._words = self._words.copy()
 
     def take(self, length: int, dtype: torch.dtype) -> Tensor:
         """Return the next `length` elements of the window; the same ones on all ranks."""

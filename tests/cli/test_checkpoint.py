@@ -297,7 +297,7 @@ def test_the_example_resumes_on_other_ranks(tmp_path, text, first, second):
     for name in ("whole", "parts"):
         path = tmp_path / name / "step-4"
         manifest = read_manifest(path)
-        assert manifest.extra == {"step": 4, "seen": 16}
+        assert manifest.extra == {"step": 4, "batch": 4}
         with checkpoint_job.Reader(path, manifest) as reader:
             found = {key: reader.ask(stored, 0, stored.numel) for key, stored in manifest.tensors.items()}
             reader.fetch()

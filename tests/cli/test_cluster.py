@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import shlex
 import shutil
 import signal
 import socket
@@ -494,3 +495,53 @@ def test_an_up_that_fails_half_way_leaves_nothing(name, tmp_path):
     assert f"`tc qdisc add dev {name}-port0 root tbf" in done.stderr
     assert "failed (no such kind of qdisc)" in done.stderr
     assert leftovers(name) == []
+
+
+LOST = """
+import os, pathlib, socket, sys, time
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+hosts = world.gather(socket.gethostname())
+if world.rank == 0:
+    print(os.environ.get("MPIZERO_RESTART"), *hosts, flush=True)
+    pathlib.Path(sys.argv[1]).touch()
+while "MPIZERO_RESTART" not in os.environ:
+    world.Barrier()
+    time.sleep(0.02)
+"""
+
+
+def test_a_lost_host_is_left_out_of_a_restart(name, tmp_path):
+    """All of a host's processes die at once, and it does not answer again; mpirun may say 0 of it."""
+    assert cluster("up", "--name", name, "--rate", "none").returncode == 0
+    script, up, agent = tmp_path / "script.py", tmp_path / "up", f"/run/mpizero-cluster/{name}/agent"
+    script.write_text(LOST)
+    flags = f"--prtemca plm_ssh_agent {agent} --bind-to none"
+    line = [
+        sys.executable,
+        str(ROOT / "bin" / "mzrun"),
+        "-n",
+        "4",
+        "--hosts",
+        f"{name}0:2,{name}1:2",
+        "--timeout",
+        LIMIT,
+    ]
+    line += ["--restarts", "1", "--mpi-args", flags, str(script), str(up)]
+    env = {**os.environ, "OMPI_MCA_btl_tcp_if_include": "net0", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp"}
+    inside = [agent, f"{name}0", shlex.join(line)]
+    with subprocess.Popen(inside, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        try:
+            deadline = time.monotonic() + 60
+            while not up.exists() and job.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+            for pid in ip("netns", "pids", f"mpizero-{name}1").split():
+                os.kill(int(pid), signal.SIGKILL)
+            ip("netns", "delete", f"mpizero-{name}1")
+            out, err = job.communicate(timeout=90)
+        finally:
+            job.kill()
+    assert job.returncode == 0, err
+    starts = [line for line in out.splitlines() if line.startswith(("None ", "1 "))]
+    assert starts == [f"None {name}0 {name}0 {name}1 {name}1", f"1 {name}0 {name}0"]
+    assert f"; restart 1 of 1 on 2 ranks, without {name}1" in err

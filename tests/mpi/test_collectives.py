@@ -1,9 +1,12 @@
 """The verbs over MPI messages, against numpy and against the MPI library's own collectives."""
 
 import functools
+import gc
 import itertools
 import random
+import re
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -250,12 +253,37 @@ def test_many_communicators(world, pytestconfig):
     assert numbers_given(world) == before
 
 
+def said_when_dropped(held):
+    """Drop what a list holds; return the warnings that were given."""
+    gc.collect()  # what other tests have left
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        held.clear()
+        gc.collect()
+    return [str(one.message) for one in caught]
+
+
 def test_a_communicator_that_is_dropped(world):
-    """K20: dropping one without closing it leaks, and neither raises nor waits."""
+    """K20: dropping one without closing it leaks with a warning that says where it was made, and does not wait."""
     comm = mpizero.Communicator(world.mpi)
+    assert comm.private.node is comm.private  # another one, that is not spoken of
     mpizero.barrier(comm)
+    held = [comm]
     del comm
+    said = said_when_dropped(held)
+    assert len(said) == 1
+    assert re.search(rf"made at {re.escape(__file__)}:\d+, was dropped without close", said[0])
     mpizero.barrier(world)
+
+
+def test_a_communicator_that_is_closed_or_broken_is_no_leak(world):
+    """What an error has left half-way could not be closed in order."""
+    closed, broken = mpizero.Communicator(world.mpi), mpizero.Communicator(world.mpi)
+    closed.close()
+    broken.health.sound = False
+    held = [closed, broken]
+    del closed, broken
+    assert said_when_dropped(held) == []
 
 
 @pytest.mark.timeout_s(280)

@@ -47,3 +47,18 @@ def test_a_switch_must_be_0_or_1(monkeypatch, name, text):
 
     with pytest.raises(ArgumentError, match=f"{name} must be 0 or 1 .got '{text}'."):
         settings()
+
+
+@pytest.mark.parametrize(("text", "count"), [("", 0), ("0", 0), ("3", 3)])
+def test_the_number_of_a_restart(monkeypatch, text, count):
+    monkeypatch.setenv("MPIZERO_RESTART", text)
+
+    assert settings().restart == count
+
+
+@pytest.mark.parametrize("text", ["-1", "once", "1.5"])
+def test_the_number_of_a_restart_must_be_one(monkeypatch, text):
+    monkeypatch.setenv("MPIZERO_RESTART", text)
+
+    with pytest.raises(ArgumentError, match=f"MPIZERO_RESTART must be a whole number, 0 or more .got '{text}'."):
+        settings()

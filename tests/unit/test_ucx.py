@@ -82,7 +82,7 @@ def started(monkeypatch, tmp_path):
         jobs = []
         monkeypatch.setattr(mzrun, "find_launcher", lambda _: of(vendor))
         monkeypatch.setattr(mzrun, "vendor_of_library", lambda _: (vendor, "text"))
-        monkeypatch.setattr(mzrun, "_run", lambda line, variables, _timeout: jobs.append((line, variables)) or 0)
+        monkeypatch.setattr(mzrun, "run_job", lambda launch, *_: jobs.append((launch.line(), launch.variables)) or 0)
         script = tmp_path / "script.py"
         script.touch()
         return mzrun.main([*args, str(script), "--cuda-aware"]), *jobs
