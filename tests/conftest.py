@@ -49,6 +49,7 @@ def pytest_configure(config):
     with_mpi = config.getoption("--with-mpi")
     settings.load_profile("ranks" if with_mpi else "serial")
     if not with_mpi:
+        config.pluginmanager.import_plugin("mpizero.testing.leftovers")
         _redirect(config)
     elif not config.pluginmanager.has_plugin(PLUGIN):
         config.pluginmanager.import_plugin(PLUGIN)

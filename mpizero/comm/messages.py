@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from mpizero.typing import Bytes
 
-__all__ = ["STRANDS", "MessageTransport"]
+__all__ = ["STRANDS", "UNLIKE", "MessageTransport"]
 
 TAG = 7
 """The tag of messages outside any channel: MPI keeps the order of messages between two ranks, so one is enough."""

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpizero.comm.messages import UNLIKE
 from mpizero.comm.raw import mpi
 from mpizero.comm.waiting import ADVICE, poll, spins_for
-from mpizero.errors import CollectiveTimeoutError
+from mpizero.errors import CollectiveError, CollectiveTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +39,8 @@ class NativeCollectives:
         self.size: int = mpi_comm.size
         self.timeout = timeout
         self.spins = spins_for(mpi_comm.size)
+        self.refusal: type[Exception] = self._mpi.Exception
+        """What MPI raises."""
         self._abandoned: list[Any] = []
 
     def abandon(self, request: Any) -> None:
@@ -116,7 +119,18 @@ class _Request:
         self.native, self.request, self.what = native, request, what
         self.buffers = buffers
         """What MPI works on until the request is done: mpi4py does not keep all of it."""
-        self.done = request.Test
+
+    def done(self) -> bool:
+        """Return whether it is over.
+
+        Raises:
+            CollectiveError: where MPI notices that another rank passes something else, which it need not.
+        """
+        try:
+            return bool(self.request.Test())
+        except self.native.refusal as error:
+            self.native.abandon((self.request, self.buffers))
+            raise CollectiveError(f"{self._here()} failed in the MPI library ({error}). {UNLIKE}") from error
 
     def block(self, done: Callable[[], bool] | None = None) -> bool:
         """Return True once it is over, False after the time-out."""

@@ -69,7 +69,7 @@ UNDER_WAY, DONE, FAILED = range(1, 4)
 
 ENTRIES = 4096
 GROUPS = 512
-TEXTS = 128 << 10
+TEXTS = 512 << 10
 FOR_NAMES, FOR_CAUSE = 16 << 10, 8 << 10
 """Bytes that are kept free in the texts: for plain names of calls, and of these for how the process ends."""
 NO_ROOM = "(no room for more texts)"

@@ -56,6 +56,11 @@ class Call(NamedTuple):
         return self.what.rpartition(" by ")[0] or self.what
 
     @property
+    def name(self) -> str:
+        """Return the name of the collective alone."""
+        return self.plain.partition("(")[0]
+
+    @property
     def place(self) -> str:
         """Return a short name of the communicator, the same on all its ranks."""
         return f"communicator {self.uid & 0xFFFF:04x}"
@@ -63,8 +68,7 @@ class Call(NamedTuple):
     @property
     def title(self) -> str:
         """Return the call as `all_gather #1041 (blocks.7)`; see `place` for where it was made."""
-        name = self.what.partition("(")[0]
-        return f"{name} #{self.sequence}" + (f" ({self.label})" if self.label else "")
+        return f"{self.name} #{self.sequence}" + (f" ({self.label})" if self.label else "")
 
 
 class Group(NamedTuple):

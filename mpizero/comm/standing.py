@@ -100,7 +100,7 @@ def has_done(peer: Recorded, call: Call) -> bool:
     """Return whether a rank that has left did all that a call needs of it, as far as is known."""
     its = peer.call(call.uid, call.sequence)
     if its is not None:
-        return its.state == DONE
+        return its.state == DONE and its.name == call.name
     latest = peer.latest(call.uid)
     if latest is None:
         return peer.has_wrapped  # so many calls ago, if at all, that its record has no place for it any more

@@ -230,6 +230,7 @@ def test_two_parameter_groups(world, stage):
         close(value, plain.get_parameter(name))
 
 
+@pytest.mark.sizes(2, 4)
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 def test_twenty_steps_at_every_stage(world, precision):
     """S6: the same bits for every stage and bucket of 1 KiB, 1 MiB and 100 MiB; 1 B has every buffer go alone."""
@@ -250,6 +251,7 @@ def test_twenty_steps_at_every_stage(world, precision):
             assert torch.equal(value, results[0][1][name]), (case, name)
 
 
+@pytest.mark.sizes(1, 2)
 @each_stage
 @pytest.mark.parametrize("kept", [False, True])
 def test_tiny_gradients_of_many_micro_batches(world, stage, kept):

@@ -3,8 +3,12 @@
 For root alone, who can mount what it takes; tests/torch/test_checkpoint_faults.py has stand-ins for everybody.
 """
 
+import os
+import shutil
 import subprocess
+import tempfile
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from torch import nn
 import mpizero as mz
 from mpizero.checkpoint.exporting import merge
 from mpizero.checkpoint.importing import import_checkpoint
+from mpizero.checkpoint.manifest import shard_name
 from mpizero.comm import run_loopback
 
 RANKS = 2
@@ -98,3 +103,38 @@ def test_merges_and_imports(place):
     assert out.read_bytes() == content
     assert [path.name for path in folder.rglob("*") if path.name.startswith(".")] == []
     assert set(before) <= {path.name for path in folder.iterdir()} <= {*before, "hf"}
+
+
+@pytest.fixture
+def nobody():
+    """A folder with a checkpoint of root's, and a function that makes this process somebody else."""
+    if os.geteuid():
+        pytest.skip("needs root, to be somebody else")
+    folder = Path(tempfile.mkdtemp(prefix="mpizero-test-"))
+    folder.chmod(0o755)
+    run_loopback(RANKS, lambda comm: mz.save(folder / "one", *trained(comm), extra={"step": 1}))
+    try:
+        yield folder, lambda: os.seteuid(65534)
+    finally:
+        os.seteuid(0)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("what", ["folder", "manifest", "shard"])
+def test_no_permission(nobody, what):
+    """All ranks say what may not be read, or where not be written, whichever rank needs it."""
+    folder, become = nobody
+    path = {"manifest": folder / "one" / "manifest.json", "shard": folder / "one" / shard_name(1, RANKS)}.get(what)
+    if path is not None:
+        path.chmod(0)
+    become()
+
+    def body(comm):
+        model, optimizer = trained(comm)
+        return raised(mz.save if path is None else mz.load, folder / "one", model, optimizer)
+
+    said = run_loopback(RANKS, body)
+    assert len(set(said)) == 1
+    assert "Permission denied" in said[0]
+    assert str(path or folder) in said[0]
+    assert sorted(entry.name for entry in folder.iterdir()) == ["latest", "one"]

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,6 +70,27 @@ def test_from_deepspeed(tmp_path):
     check_same(
         imported(tmp_path / "1-fp32" / "global_step3", tmp_path / "tag"), torch.load(tmp_path / "1-fp32/truth.pt")
     )
+
+
+@pytest.mark.parametrize("place", ["ds", "ds/step"])
+def test_what_its_reader_leaves_out(tmp_path, monkeypatch, capsys, place):
+    """Frozen parameters come from the model's file, masters from the reader, here one that only plays DeepSpeed's."""
+    step = tmp_path / "ds" / "step"
+    step.mkdir(parents=True)
+    (tmp_path / "ds" / "latest").write_text("step\n")
+    module = {"a": torch.ones(2).bfloat16(), "b": torch.ones(2).bfloat16(), "frozen": torch.full((3,), 2.0)}
+    torch.save({"module": module}, step / "mp_rank_00_model_states.pt")
+    master = torch.tensor([1.0, 1.001])
+
+    def read(folder, tag):
+        assert Path(folder, tag).resolve() == step
+        print("its progress")
+        return {"a": master, "b": master}
+
+    stand_in = SimpleNamespace(get_fp32_state_dict_from_zero_checkpoint=read)
+    monkeypatch.setitem(sys.modules, "deepspeed.utils.zero_to_fp32", stand_in)
+    check_same(imported(tmp_path / place, tmp_path / "new"), {"a": master, "b": master, "frozen": module["frozen"]})
+    assert "its progress" not in capsys.readouterr().out
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")

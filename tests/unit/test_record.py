@@ -239,6 +239,7 @@ def test_what_a_rank_that_left_has_done(mine):
     assert has_done(found, two)
     assert not has_done(found, failed)
     assert not has_done(found, two._replace(sequence=4))
+    assert not has_done(found, two._replace(what="broadcast(8 elements) by tree"))
     for sequence in range(ENTRIES - 1):  # of three calls the first two places are others' now
         mine.begin(UID + 1, sequence, gather(), "")
     assert found.call(UID, 1) is None
