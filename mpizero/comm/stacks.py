@@ -55,10 +55,11 @@ def where(peer: Recorded) -> str:
         while time.monotonic() < end:
             time.sleep(0.01)
             now = path.stat().st_size
-            if now > before and now == size:
-                break
+            # Another rank may have asked too, and `before` lie in the midst of what it is told.
+            found = _innermost(path.read_bytes()[before:].decode(errors="replace")) if now == size > before else ""
+            if found:
+                return found
             size = now
-        return _innermost(path.read_bytes()[before:].decode(errors="replace"))
     return ""
 
 
