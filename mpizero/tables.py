@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["aligned", "ranges"]
+__all__ = ["aligned", "ranges", "ranks_in_words"]
 
 GAP = "  "
 
@@ -32,7 +32,7 @@ def aligned(rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> s
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers in short: `ranges([0, 1, 2, 5])` is "0-2,5"."""
+    """Return numbers in short: `ranges([0, 1, 2, 5])` is "0-2,5"; an order that is not rising is kept."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
@@ -40,3 +40,10 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number, number])
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def ranks_in_words(ranks: Sequence[int], most: int | None = None) -> str:
+    """Return ranks as a sentence has them: "rank 3", "ranks 0, 2, 5", and beyond `most` "ranks 0, 2 and 7 more"."""
+    shown = ", ".join(map(str, ranks[:most]))
+    more = f" and {len(ranks) - most} more" if most is not None and len(ranks) > most else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpizero.bench.faulty import FAULTS, STOP
+from mpizero.comm import sweep
 from mpizero.comm.launch import NAMES, Launcher, command, environment, find_launcher
 from mpizero.errors import ArgumentError, MpiZeroError, must_be
 from mpizero.tables import aligned
 from mpizero.testing.leftovers import remove_left, segments
-from mpizero.testing.marked import kill_marked, marked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +50,6 @@ LATEST = 60
 POLL = 0.02
 SETTLE = 1.0
 """Seconds that the ranks have to be gone after their launcher."""
-MARK = "MPIZERO_SOAK_FAULTS"
 FAILED, BAD_USAGE = 1, 2
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -174,7 +173,7 @@ def _try(python: str, launcher: Launcher, fault: str, rng: random.Random) -> Tri
 
 def _variables(launcher: Launcher, fault: str, folder: str) -> dict[str, str]:
     ours = {
-        MARK: folder,
+        sweep.MARK: folder,
         "MPIZERO_RECORD": folder,
         "PYTHONPATH": str(ROOT),
         "PYTHONUNBUFFERED": "1",
@@ -207,13 +206,13 @@ def _time_in(mark: Path) -> float | None:
 def _end(job: subprocess.Popen[bytes], folder: str) -> int:
     """Kill all that is left of a job; return how many processes that were, of a job whose launcher is gone."""
     over, late = job.returncode is not None, time.monotonic() + SETTLE
-    while over and any(marked(MARK, folder)) and time.monotonic() < late:
+    while (left := sweep.members(folder)) and over and time.monotonic() < late:
         time.sleep(POLL)
-    left = kill_marked(MARK, folder)
+    sweep.end(left)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(job.pid, signal.SIGKILL)
     job.wait()
-    return left if over else 0
+    return len(left) if over else 0
 
 
 def named_in(output: str, rank: int) -> str:

@@ -26,13 +26,8 @@ __all__ = ["GroupCommunicator"]
 class GroupCommunicator(Communicator):
     """Be a communicator whose asynchronous collectives the progress thread and the waiting caller share."""
 
-    def __init__(self, mpi_comm: Any, *, timeout: float | None = None) -> None:
-        """Duplicate `mpi_comm`, as `Communicator` does."""
-        super().__init__(mpi_comm, timeout=timeout)
-        shared = _Shared()
-        shared.slow = self._queue.slow
-        self._queue = shared
-        self.under_way = shared.jobs
+    def _make_queue(self) -> Queue:
+        return _Shared()
 
     def _work(self, steps: Iterator[Wait], result: Any, then: Callable[[], None] | None) -> Job:
         return _SharedJob(self._queue, steps, result, then)

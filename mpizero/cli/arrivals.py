@@ -76,8 +76,7 @@ def operations(run: Run) -> list[Operation]:
     for dump in run.ranks:
         for call in dump.calls:
             if call.state == DONE:
-                what, _, algorithm = call.what.partition(" by ")
-                key = what.partition("(")[0], algorithm
+                key = call.name, call.algorithm
                 spans.setdefault(key, []).append(call.end - call.start)
                 nbytes[key] = nbytes.get(key, 0) + call.nbytes
     found = [

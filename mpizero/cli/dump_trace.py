@@ -89,19 +89,17 @@ def _meta(rank: int, lane: int, what: str, **args: Any) -> dict[str, Any]:
 
 
 def _slice(run: Run, rank: int, lane: int, call: Call) -> dict[str, Any]:
-    what, _, algorithm = call.what.partition(" by ")
-    name = what.partition("(")[0]
     args = {
-        "call": what,
-        "algorithm": algorithm,
+        "call": call.plain,
+        "algorithm": call.algorithm,
         "label": call.label,
         "nbytes": call.nbytes,
         "number": call.sequence,
         "state": STATES.get(call.state, "unknown"),
     }
     return {
-        "name": f"{name} {call.label}".rstrip(),
-        "cat": name,
+        "name": f"{call.name} {call.label}".rstrip(),
+        "cat": call.name,
         "ph": "X",
         "ts": _micros(run, call.start),
         "dur": max(0.0, 1e6 * (_until(run, call) - call.start)),

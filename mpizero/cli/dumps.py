@@ -5,30 +5,25 @@ Each is copied into memory of its own when it is read, and its lock is asked for
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
-import struct
 import time
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mpizero.comm.record import AT_RING, ENTRIES, ENTRY, HEADER, MAGIC, RUNNING, SIZE, SUFFIX, UNDER_WAY
+from mpizero.comm.record import AT_RING, ENTRIES, ENTRY, HEADER, MAGIC, RUNNING, SIZE, SUFFIX, UNDER_WAY, is_locked
 from mpizero.comm.recorded import Call, Recorded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from mpizero.comm.recorded import Group
 
 __all__ = ["Dump", "Unread", "find", "read", "read_all"]
-
-LOCK = struct.Struct("hhqqi0q")
-"""The kernel's `struct flock`: type, whence, start, length, process."""
 
 
 class Unread(NamedTuple):
@@ -183,7 +178,7 @@ def read(path: Path) -> Dump:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         data = file.read(SIZE) if size <= SIZE else b""
-        alive = _is_locked(file.fileno())
+        alive = is_locked(file.fileno())
     if len(data) < HEADER.itemsize or np.frombuffer(data, HEADER, 1)[0]["magic"] != MAGIC:
         raise ValueError("no flight record" if size else "empty")
     if len(data) < SIZE:
@@ -194,7 +189,7 @@ def read(path: Path) -> Dump:
     uids = np.frombuffer(memory, ENTRY, ENTRIES, AT_RING)["uid"]
     try:
         opened = {group.uid for group in recorded.groups()}
-        process = _process(recorded.pid, path.name)
+        process = recorded.process
         return Dump(
             path=path,
             recorded=recorded,
@@ -205,23 +200,3 @@ def read(path: Path) -> Dump:
         )
     except (ValueError, OverflowError):
         raise ValueError("damaged: its list of communicators makes no sense") from None
-
-
-def _is_locked(file: int) -> bool:
-    """Return whether another process holds the lock of a file, without taking it."""
-    asked = LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
-    try:
-        return bool(LOCK.unpack(fcntl.fcntl(file, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK)
-    except OSError:  # a file system without locks
-        return False
-
-
-def _process(pid: int, name: str) -> str:
-    """Return what the kernel says of a process that has a file of this name mapped; "" where there is none here."""
-    try:
-        if f"/{name}\n" not in Path(f"/proc/{pid}/maps").read_text(errors="replace"):
-            return ""
-        fields: Any = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return str(fields[0])

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpizero.cli import sweep
 from mpizero.cli.lost import Listener
+from mpizero.comm import sweep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

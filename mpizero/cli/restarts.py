@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from mpizero.cli import sweep
 from mpizero.cli.jobs import Ended, kill_group, watching
+from mpizero.comm import sweep
 from mpizero.comm.launch import FAMILIES, Launcher, command
 from mpizero.settings import settings
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpizero.cli.dumps import Dump
     from mpizero.comm.recorded import Call
 
-__all__ = ["Mismatch", "Run", "Wait", "plain", "runs_of"]
+__all__ = ["Mismatch", "Run", "Wait", "runs_of"]
 
 NEAR = 60.0
 """Seconds between the starts of ranks of one job, where nothing else says that they are of one."""
@@ -176,14 +176,9 @@ class Run:
                 calls.setdefault((call.uid, call.sequence), {})[dump.rank] = call
         found: dict[int, Mismatch] = {}
         for (uid, sequence), made in sorted(calls.items()):
-            if uid not in found and len({(plain(call), call.label) for call in made.values()}) > 1:
+            if uid not in found and len({(call.plain, call.label) for call in made.values()}) > 1:
                 found[uid] = Mismatch(uid, sequence, made)
         return sorted(found.values(), key=lambda mismatch: min(call.start for call in mismatch.calls.values()))
-
-
-def plain(call: Call) -> str:
-    """Return what a call is, without how it is done: what must be the same on all ranks."""
-    return call.what.partition(" by ")[0]
 
 
 def runs_of(dumps: Sequence[Dump]) -> list[Run]:

@@ -6,7 +6,6 @@ import textwrap
 import time
 from typing import TYPE_CHECKING
 
-from mpizero.cli.runs import plain
 from mpizero.comm.record import DIED, FAILED, LEFT, STOPPED
 from mpizero.tables import ranges
 
@@ -84,7 +83,7 @@ def clock(moment: float, *, day: bool = False) -> str:
 def _mismatch(run: Run, mismatch: Mismatch) -> str:
     made: dict[tuple[str, str], list[int]] = {}
     for rank, call in mismatch.calls.items():
-        made.setdefault((plain(call), call.label), []).append(rank)
+        made.setdefault((call.plain, call.label), []).append(rank)
     by_label = len({what for what, _ in made}) == 1
     parts = [
         f"{_ranks(ranks)} called {what}" + (f" for {label or 'nothing named'}" if label or by_label else "")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mpizero.arrays import DTYPES
 from mpizero.collectives.registry import OPERATIONS
+from mpizero.comm.about import unlike
 from mpizero.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -91,12 +92,8 @@ def _difference(board: Board, records: list[int]) -> str:
     for rank, at in enumerate(records):
         calls.setdefault((board.words[at], board.words[at + 1]), []).append(rank)
     several = len({word for word, _ in calls}) < len(calls)
-    lines = []
+    made = {}
     for (word, extra), ranks in calls.items():
-        who = f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}"
         more = f" with counts or unit #{extra:x}" if several else ""
-        lines.append(f"{who}: {unpack(word)}{more}")
-    return (
-        f"a collective must be the same on all ranks (got {'; '.join(lines)}): every rank must make the same "
-        "collective calls in the same order, with the same dtype, size and arguments"
-    )
+        made[f"{unpack(word)}{more}"] = ranks
+    return unlike(made)

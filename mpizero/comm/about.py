@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from functools import lru_cache
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
-__all__ = ["About", "about"]
+from mpizero.tables import ranks_in_words
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["About", "about", "unlike"]
 
 
 class About:
@@ -37,3 +43,17 @@ class About:
 def about(name: str) -> About:
     """Return what there is to say of a call of which nothing but the name is known."""
     return About(name)
+
+
+def unlike(calls: Mapping[str, Sequence[int]], most: int | None = None) -> str:
+    """Return the error of ranks that make different calls.
+
+    Args:
+        calls: each call, with the ranks that make it.
+        most: ranks of a call that are named; the others are counted.
+    """
+    made = "; ".join(f"{ranks_in_words(ranks, most)}: {call}" for call, ranks in calls.items())
+    return (
+        f"a collective must be the same on all ranks (got {made}): every rank must make the same "
+        "collective calls in the same order, with the same dtype, size and arguments"
+    )

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import secrets
 import socket
-import threading
 import time
-from contextlib import contextmanager, suppress
-from functools import cache, cached_property
+from contextlib import suppress
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpizero.comm.abort import abort, install_abort_hooks
-from mpizero.comm.about import About, about
 from mpizero.comm.board import make_board
 from mpizero.comm.describe import machine
+from mpizero.comm.door import Door
 from mpizero.comm.forks import Gone, refuse_in_child, tell_in_child
 from mpizero.comm.health import Health
 from mpizero.comm.heap import Heap
@@ -26,14 +25,13 @@ from mpizero.comm.native import NativeCollectives
 from mpizero.comm.pingpong import measure_links
 from mpizero.comm.progress import NAP, Queue, Work
 from mpizero.comm.raw import mpi
-from mpizero.comm.record import DONE, FAILED
 from mpizero.comm.segment import PAGE, share
 from mpizero.comm.side import DeviceSide
 from mpizero.comm.standing import Member
 from mpizero.comm.strict import Strict
 from mpizero.comm.waiting import drive
 from mpizero.comm.watch import has_been_told, watch
-from mpizero.errors import ArgumentTypeError, CollectiveError, CollectiveTimeoutError, LaunchError, must_be
+from mpizero.errors import ArgumentTypeError, LaunchError, must_be
 from mpizero.settings import settings
 
 if TYPE_CHECKING:
@@ -41,6 +39,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from mpizero.arrays import Device
+    from mpizero.comm.about import About
     from mpizero.comm.stats import Stats
     from mpizero.typing import Bytes, Wait
 
@@ -60,16 +59,8 @@ class Communicator:
     ResourceWarning says where it was made; at the end of the job none needs to be closed.
     """
 
-    closed = False
-    in_child = False
-    """Whether this process is a forked child of the rank; see [Note: children of a rank] in `forks`."""
     driven_by_caller = False
     """Whether asynchronous collectives move only in `progress` and `Work.wait`; see `let_caller_drive`."""
-    strict: Strict | None = None
-    """What compares the ranks' calls; None where nothing does."""
-    _calls = 0
-    _open = 0
-    """The record's number of the call that holds the communicator."""
     _made_at = ""
     """The user's line; "" while it is not made, and where another communicator closes it."""
 
@@ -100,8 +91,7 @@ class Communicator:
         self.size: int = self.transport.size
         self.stats: Stats = self.transport.stats
         self._scratch = np.empty(0, np.uint8)
-        self._busy = threading.Lock()
-        self._queue = Queue()
+        self._queue = self._make_queue()
         self.under_way: Sized = self._queue.jobs
         """The collectives in the background that are not over."""
         self._in_background = module.Query_thread() == module.THREAD_MULTIPLE
@@ -110,7 +100,6 @@ class Communicator:
         self.notes: dict[Any, Any] = {}
         """What the floors above remember of this communicator."""
         self._watch = watch() if self.size > 1 else None
-        self._record = None if self._watch is None else self._watch.mine
         who = self._who(module)
         self.hosts: tuple[str, ...] = tuple(host for host, *_ in who)
         self.node = self._find_node(module)
@@ -122,6 +111,9 @@ class Communicator:
         shares = self.node is self and self.size > 1 and settings().loads
         self.board = make_board(self._comm, self.transport.timeout, self.health) if shares else None
         """The memory through which all ranks meet; None where they are on several hosts or can share none."""
+        self._door = door = Door(self.uid, self.transport.voice, self.health, self._queue, self._watch)
+        # For whoever calls a collective, where a microsecond counts; see `Door`.
+        self.enter, self.leave, self.give_up, self.exclusive = door.enter, door.leave, door.give_up, door.exclusive
         self.compare(on=settings().strict if strict is None else strict)
         self._heap: Heap | None = None
         self._sides: dict[int, DeviceSide] = {}
@@ -135,7 +127,7 @@ class Communicator:
 
     def _who(self, module: Any) -> list[tuple[str, int, str]]:
         """Return all ranks' hosts, ranks in the job, and records ("" for none). Collective."""
-        path = "" if self._record is None else str(self._record.path)
+        path = "" if self._watch is None else str(self._watch.mine.path)
         mine = (socket.gethostname(), module.COMM_WORLD.rank, path)
         rows: list[tuple[str, int, str]] = self._comm.allgather(mine)
         return rows
@@ -217,7 +209,7 @@ class Communicator:
     @property
     def heap(self) -> Heap:
         """Return what gives symmetric buffers to the ranks of this host."""
-        if self.in_child:
+        if self._door.in_child:
             refuse_in_child("a symmetric buffer")
         if self.node is not self:
             return self.node.heap
@@ -237,100 +229,27 @@ class Communicator:
             self._scratch = np.empty(nbytes, np.uint8)
         return self._scratch
 
-    @contextmanager
-    def exclusive(self, what: str | About) -> Iterator[None]:
-        """Hold the communicator for one collective.
+    @property
+    def closed(self) -> bool:
+        """Return whether `close` was called."""
+        return self._door.closed
 
-        Raises:
-            CollectiveError: if another thread is in a collective on it (two threads on one communicator could pair
-                their messages differently on different ranks, so this is never queued), if it was closed, or if an
-                earlier collective on it was given up half-way.
-        """
-        self.enter(what)
-        try:
-            yield
-        except BaseException as error:
-            self.give_up(error)
-            raise
-        else:
-            self.leave()
-
-    def enter(self, what: str | About) -> None:
-        """Begin one collective; see `exclusive`, which ends it too."""
-        self._hold(what)
-        if self._record is not None:
-            self._open = self._begin(what)
-        if self.strict is not None:
-            try:
-                self._compare(what)
-            except BaseException as error:
-                self.give_up(error)
-                raise
+    @property
+    def strict(self) -> Strict | None:
+        """Return what compares the ranks' calls; None where nothing does."""
+        return self._door.strict
 
     def compare(self, *, on: bool = True) -> None:
         """Have every collective compared over its ranks before it begins, or no more; collective. See `strict`."""
-        if self.size == 1 or on == (self.strict is not None):
+        door = self._door
+        if self.size == 1 or on == (door.strict is not None):
             return
-        if self.strict is not None:
-            self.strict.close()
-            self.strict = None
+        if door.strict is not None:
+            door.strict.close()
+            door.strict = None
             return
         shares = self.board is not None
-        self.strict = Strict(self._comm, timeout=settings().strict_timeout, health=self.health, shares=shares)
-
-    def _compare(self, what: str | About) -> None:
-        if self.strict is not None:
-            self.strict.check(about(what) if isinstance(what, str) else what, self.transport.voice.label)
-
-    def leave(self) -> None:
-        """End what `enter` began, all being well."""
-        if self._open:
-            self._record.end(self._open)  # type: ignore[union-attr]  # there is one where anything is open
-            self._open = 0
-        self._busy.release()
-
-    def give_up(self, error: BaseException) -> None:
-        """End what `enter` began with an error, which is told what the other ranks do if that is why."""
-        number, self._open = self._open, 0
-        self.finished(number, error)
-        self._busy.release()
-
-    def finished(self, number: int, error: BaseException | None) -> None:
-        """Say in the record that a call is over."""
-        if self._record is None or self._watch is None or not number:
-            return
-        broken = isinstance(error, CollectiveError) and error.__cause__ is not None  # by another's message
-        if error is not None and (broken or isinstance(error, CollectiveTimeoutError)):
-            error.args = ("\n".join(filter(None, (str(error), self._watch.report(number)))),)
-        self._record.end(number, DONE if error is None else FAILED)
-
-    def _begin(self, what: str | About) -> int:
-        """Enter a call in the record."""
-        self._calls += 1
-        what = about(what) if isinstance(what, str) else what
-        return self._record.begin(self.uid, self._calls, what, self.transport.voice.label)  # type: ignore[union-attr]
-
-    def _hold(self, what: str | About) -> None:
-        if not self._busy.acquire(blocking=False):
-            raise CollectiveError(
-                f"{_name(what)}: a communicator must be used by one thread at a time (got a second one, "
-                f"{threading.current_thread().name!r}): give each thread its own mpizero.Communicator(...)"
-            )
-        if not self.health.sound:
-            self._busy.release()
-            self._refuse(_name(what))
-
-    def _refuse(self, what: str) -> None:
-        if self.in_child:
-            refuse_in_child(what)
-        if self.closed:
-            raise CollectiveError(f"{what}: the communicator must be open (got a closed one): make a new one")
-        failure = self._queue.failure
-        got = "one that was given up " + ("by an error, a time-out or a signal" if failure is None else f"as {failure}")
-        raise CollectiveError(
-            f"{what}: the communicator must have finished its earlier collectives (got {got}): its messages no longer "
-            "match those of the other ranks, end the job"
-        ) from failure
+        door.strict = Strict(self._comm, timeout=settings().strict_timeout, health=self.health, shares=shares)
 
     def perform(self, what: str | About, steps: Iterator[Wait]) -> None:
         """Run a collective's steps to their end, behind those that are under way.
@@ -365,19 +284,17 @@ class Communicator:
             with self.exclusive(what):
                 drive(steps)
             return Work.finished(result, then)
-        self._hold(what)
         work = self._work(self.transport.voice.carry(steps), result, then)
-        try:
-            if self._record is not None:
-                work.number, work.comm = self._begin(what), self
-            self._compare(what)
+
+        def add(number: int) -> None:
+            work.told = partial(self._door.finished, number)
             self._queue.add(work)
-        except BaseException as error:
-            self.finished(work.number, error)
-            raise
-        finally:
-            self._busy.release()
+
+        self._door.issue(what, add)
         return work
+
+    def _make_queue(self) -> Queue:
+        return Queue()
 
     def _work(self, steps: Iterator[Wait], result: Any, then: Callable[[], None] | None) -> Work:
         return Work(steps, result, self._queue if self.driven_by_caller else None, then)
@@ -393,7 +310,7 @@ class Communicator:
 
     def _settle(self) -> None:
         """Wait for what is under way: MPI pairs its own collectives by the order of their calls, whoever makes them."""
-        if self.in_child:
+        if self._door.in_child:
             refuse_in_child("a communicator")
         while self.under_way:
             if self.driven_by_caller:
@@ -471,8 +388,7 @@ class Communicator:
 
     def leave_behind(self) -> None:
         """Refuse everything from now on, this process being a forked child; the parent's communicator is unharmed."""
-        self.in_child, self.health.sound = True, False
-        self._busy = threading.Lock()  # the parent's may be held by a thread that is not here
+        self._door.leave_behind()
         self._comm = Gone()
 
     def close(self) -> None:
@@ -480,9 +396,9 @@ class Communicator:
 
         Closes `node`, `private` and what else it has adopted too. Closing twice does nothing.
         """
-        if self.closed or self.in_child:
+        if self._door.closed or self._door.in_child:
             return
-        self.closed = True
+        self._door.closed = True
         try:
             for side in self._sides.values():
                 side.close()
@@ -535,10 +451,6 @@ def _world() -> Communicator:
     if len(set(comm.nodes)) > 1:
         comm.remember({"links": measure_links(comm.mpi, comm.nodes)})
     return comm
-
-
-def _name(what: str | About) -> str:
-    return what if isinstance(what, str) else what.name
 
 
 def _check_launch(module: Any) -> None:

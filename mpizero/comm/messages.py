@@ -67,8 +67,6 @@ class MessageTransport:
         """Pieces that are not posted yet."""
         module = mpi()
         self._byte = module.BYTE
-        self.refusal: type[Exception] = module.Exception
-        """What MPI raises, for a message that is longer than the memory for it too."""
         self.test_all = module.Request.Testall
         self.test_some = module.Request.Testsome
         self.spins = spins_for(mpi_comm.size)
@@ -150,7 +148,7 @@ class _Requests:
         """
         try:
             return bool(self._test_all(self.requests)) if not self.waiting else self._follow()
-        except self.transport.refusal as error:
+        except mpi().Exception as error:
             self.transport.abandon(self.requests)
             here = f"{self.what}: rank {self.transport.rank} of {self.transport.size}"
             raise CollectiveError(f"{here} got a message that it did not expect ({error}). {UNLIKE}") from error

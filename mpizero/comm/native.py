@@ -39,8 +39,6 @@ class NativeCollectives:
         self.size: int = mpi_comm.size
         self.timeout = timeout
         self.spins = spins_for(mpi_comm.size)
-        self.refusal: type[Exception] = self._mpi.Exception
-        """What MPI raises."""
         self._abandoned: list[Any] = []
 
     def abandon(self, request: Any) -> None:
@@ -128,7 +126,7 @@ class _Request:
         """
         try:
             return bool(self.request.Test())
-        except self.native.refusal as error:
+        except mpi().Exception as error:
             self.native.abandon((self.request, self.buffers))
             raise CollectiveError(f"{self._here()} failed in the MPI library ({error}). {UNLIKE}") from error
 

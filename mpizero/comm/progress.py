@@ -72,9 +72,8 @@ class Work:
         """By how many time-outs a wait has to be late to be told; see `MPIZERO_ON_TIMEOUT`."""
         self.error: BaseException | None = None
         """What ended it, if that was an error."""
-        self.comm: Any = None
-        """The communicator that is told when it is over, with `number`."""
-        self.number = 0
+        self.told: Callable[[BaseException | None], None] | None = None
+        """Called when it is over, with what ended it if that was an error."""
         self._over = threading.Event()
 
     @classmethod
@@ -156,15 +155,15 @@ class Work:
         if self._current is None:
             self._finish(None)
         else:
-            self._since = time.perf_counter()
+            self._since, self._patience = time.perf_counter(), 1
         return True
 
     def _finish(self, error: BaseException | None) -> None:
         self.error = error
         self._steps = self._current = None
         self.ended = time.perf_counter()
-        if self.comm is not None:
-            self.comm.finished(self.number, error)
+        if self.told is not None:
+            self.told(error)
         self._over.set()
 
 

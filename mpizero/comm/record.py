@@ -40,6 +40,7 @@ import numpy as np
 
 from mpizero.comm.raw import mpi
 from mpizero.settings import settings
+from mpizero.tables import ranges
 
 if TYPE_CHECKING:
     from mpizero.comm.about import About
@@ -210,7 +211,7 @@ class Record:
             if free.size:
                 row = self._groups[free[0]]
                 row["size"], row["rank"] = len(members), rank
-                row["members"], row["label"] = self.text(_ranges(members)), self.text(label) if label else 0
+                row["members"], row["label"] = self.text(ranges(members)), self.text(label) if label else 0
                 row["uid"] = uid
 
     def close_group(self, uid: int) -> None:
@@ -276,17 +277,6 @@ def space() -> int:
     return 0
 
 
-def _ranges(ranks: list[int]) -> str:
-    """Return ranks as text, `0-3,8`: an order that is not rising is kept."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ",".join(f"{low}-{high}" if high > low else str(low) for low, high in runs)
-
-
 def folder() -> Path | None:
     """Return the folder of this user's records on this host; None where none are kept."""
     chosen = settings().record
@@ -331,7 +321,10 @@ def is_locked(file: int) -> bool:
     A reader that took the lock, if for a moment, could have it while a rank that starts wants it.
     """
     asked = _LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
-    return bool(_LOCK.unpack(fcntl.fcntl(file, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK)
+    try:
+        return bool(_LOCK.unpack(fcntl.fcntl(file, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK)
+    except OSError:  # a copy, on a file system without locks
+        return False
 
 
 def _age(data: bytes) -> float:

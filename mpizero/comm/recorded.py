@@ -20,6 +20,7 @@ from mpizero.comm.record import (
     GROUPS,
     HEADER,
     MAGIC,
+    RUNNING,
     SIZE,
     UNDER_WAY,
     is_locked,
@@ -28,6 +29,9 @@ from mpizero.comm.record import (
 from mpizero.errors import ArgumentError, must_be
 
 __all__ = ["Call", "Group", "Recorded"]
+
+BY = " by "
+"""Between what is called and how it is done; see `About`."""
 
 
 class Call(NamedTuple):
@@ -53,7 +57,12 @@ class Call(NamedTuple):
     @property
     def plain(self) -> str:
         """Return what was called, without how it is done, which ranks need not have in common."""
-        return self.what.rpartition(" by ")[0] or self.what
+        return self.what.partition(BY)[0]
+
+    @property
+    def algorithm(self) -> str:
+        """Return how it is done; "" where that is not said."""
+        return self.what.partition(BY)[2]
 
     @property
     def name(self) -> str:
@@ -183,7 +192,26 @@ class Recorded:
 
         A program that closes all its files, its record among them, has lost the lock and not its life.
         """
-        return self._file < 0 or is_locked(self._file) or (self.is_near and _is_seen(self.pid, self.path))
+        return self._file < 0 or is_locked(self._file) or (self.is_near and bool(self.process))
+
+    @property
+    def process(self) -> str:
+        """Return the kernel's letter for what the process does, as `T` where it is stopped; "" where it is not seen.
+
+        It is seen where a process of this host with its number has a file of the record's name mapped, which one that
+        is dead and waits for its parent has not.
+        """
+        try:
+            if f"/{self.path.name}\n" not in Path(f"/proc/{self.pid}/maps").read_text(errors="replace"):
+                return ""
+            return Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        except OSError:
+            return ""
+
+    def is_lost(self) -> bool:
+        """Return whether the process is gone and has not said how it ended: killed, or ended by `os._exit`."""
+        # It may end in order between the two looks.
+        return self.state == RUNNING and not self.is_alive() and self.state == RUNNING
 
     def text(self, number: int) -> str:
         """Return a text by its number."""
@@ -222,6 +250,11 @@ class Recorded:
         found = self._calls(places[[np.argmax(self._ring["number"][places])]])
         return found[0] if found else None
 
+    def numbered(self, number: int) -> Call | None:
+        """Return a call by its number among all of the rank; None where its place is another's."""
+        found = self._calls(np.array([number % ENTRIES]))
+        return found[0] if found and found[0].number == number else None
+
     def call(self, uid: int, sequence: int) -> Call | None:
         """Return a communicator's call by its number; None where the rank has not made it, or too long ago."""
         found = self._calls(np.flatnonzero((self._ring["uid"] == uid) & (self._ring["sequence"] == sequence)))
@@ -253,11 +286,3 @@ def _members(text: str) -> tuple[int, ...]:
         low, _, high = run.partition("-")
         found += range(int(low), int(high or low) + 1)
     return tuple(found)
-
-
-def _is_seen(pid: int, record: Path) -> bool:
-    """Return whether a process of this host, and no dead one that waits for its parent, has mapped a record."""
-    try:
-        return str(record) in Path(f"/proc/{pid}/maps").read_text()
-    except OSError:
-        return False

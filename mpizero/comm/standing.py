@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpizero.comm.record import DONE, RUNNING, UNDER_WAY
 from mpizero.comm.stacks import where
+from mpizero.tables import ranks_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,12 +57,12 @@ def standing(rank: int, peer: Recorded | None, seen_from: Call | None, *, ask: b
     """
     if peer is None:
         return Standing(rank, gone=False, text="its record cannot be read here")
-    if peer.state == RUNNING and not peer.is_alive() and peer.state == RUNNING:
+    if peer.is_lost():
         return Standing(rank, gone=True, text=died(peer))
     if peer.state != RUNNING:
         gone = seen_from is None or not has_done(peer, seen_from)
         return Standing(rank, gone=gone, text=f"ended ({peer.cause}){after(peer)}")
-    stopped = "stopped (by SIGSTOP, or a debugger), " if _is_stopped(peer) else ""
+    stopped = "stopped (by SIGSTOP, or a debugger), " if peer.is_near and peer.process in {"T", "t"} else ""
     ask = ask and not stopped  # it would not answer
     if seen_from is None:
         return Standing(rank, gone=False, text=stopped + _whereabouts(peer, None, ask=ask))
@@ -120,12 +119,6 @@ def after(peer: Recorded) -> str:
     return f" after {last.title}" if last is not None else " before its first call"
 
 
-def _is_stopped(peer: Recorded) -> bool:
-    with suppress(OSError):
-        return peer.is_near and Path(f"/proc/{peer.pid}/stat").read_text().rpartition(")")[2].split()[0] in {"T", "t"}
-    return False
-
-
 def grouped(standings: Sequence[Standing]) -> str:
     """Return standings as lines, ranks with the same text in one; those that are missing first."""
     texts: dict[str, list[int]] = {}
@@ -133,11 +126,6 @@ def grouped(standings: Sequence[Standing]) -> str:
         texts.setdefault(one.text, []).append(one.rank)
     last = ("waiting in it too", "through it already")
     lines = sorted(texts.items(), key=lambda item: (item[0].endswith(last), min(item[1])))
-    shown = [f"  rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}: {text}" for text, ranks in lines]
+    shown = [f"  {ranks_in_words(sorted(ranks), SHOWN)}: {text}" for text, ranks in lines]
     left = sum(len(ranks) for _, ranks in lines[LINES:])
     return "\n".join([*shown[:LINES], *([f"  and {left} ranks more"] if left else [])])
-
-
-def _listed(ranks: list[int]) -> str:
-    shown = [str(rank) for rank in sorted(ranks)]
-    return ", ".join(shown[:SHOWN]) + (f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else "")

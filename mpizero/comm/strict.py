@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpizero.arrays import DTYPES, View
+from mpizero.comm.about import unlike
 from mpizero.comm.board import make_board
 from mpizero.comm.native import NativeCollectives
 from mpizero.comm.stats import Stats
@@ -70,7 +71,10 @@ class Strict:
         alike = self._gather(digest) if self._board is None else self._meet(digest, what)
         if not alike:
             self._health.sound = False
-            raise CollectiveError(_difference(self._comm.allgather(what.plain + (f" ({label})" if label else ""))))
+            calls: dict[str, list[int]] = {}
+            for rank, call in enumerate(self._comm.allgather(what.plain + (f" ({label})" if label else ""))):
+                calls.setdefault(call, []).append(rank)
+            raise CollectiveError(unlike(calls, SHOWN))
 
     def close(self) -> None:
         """Free the communicator; collective."""
@@ -98,17 +102,3 @@ class Strict:
         text = blake2b(label.encode(), digest_size=8, key=what.digest.to_bytes(8, "little"))
         self._digests[what, label] = digest = int.from_bytes(text.digest(), "little")
         return digest
-
-
-def _difference(calls: list[str]) -> str:
-    ranks: dict[str, list[str]] = {}
-    for rank, call in enumerate(calls):
-        ranks.setdefault(call, []).append(str(rank))
-    lines = []
-    for call, who in ranks.items():
-        more = f" and {len(who) - SHOWN} more" if len(who) > SHOWN else ""
-        lines.append(f"rank{'s' if len(who) > 1 else ''} {', '.join(who[:SHOWN])}{more}: {call}")
-    return (
-        f"a collective must be the same on all ranks (got {'; '.join(lines)}): every rank must make the same "
-        "collective calls in the same order, with the same dtype, size and arguments"
-    )

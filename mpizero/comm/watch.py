@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpizero.comm.abort import abort
 from mpizero.comm.control import Control
 from mpizero.comm.raw import mpi
-from mpizero.comm.record import DIED, LEFT, RUNNING, STOPPED, UNDER_WAY, Record, record
+from mpizero.comm.record import DIED, LEFT, STOPPED, UNDER_WAY, Record, record
 from mpizero.comm.recorded import Call, Recorded
 from mpizero.comm.stacks import answer_for
 from mpizero.comm.standing import Standing, after, died, grouped, has_done, standing
@@ -102,13 +102,11 @@ class Watch:
         peer = self._peer(rank)
         if peer is None:
             return
-        state, alive = peer.state, peer.is_alive()
-        if state == RUNNING:
-            if not alive and peer.state == RUNNING:
-                self.end(f"rank {rank} on {peer.host} {died(peer)}")
-            return
-        if state != LEFT:
+        if peer.is_lost():
+            self.end(f"rank {rank} on {peer.host} {died(peer)}")
+        if peer.state in {DIED, STOPPED}:
             self._await_end(rank, peer)
+        if peer.state != LEFT:
             return
         for call in waits:
             if rank in self._ranks(call.uid) and not has_done(peer, call):
@@ -145,7 +143,7 @@ class Watch:
 
     def report(self, number: int) -> str:
         """Return where the other ranks are, seen from one of this process's calls, several lines; "" if unknown."""
-        call = next((one for one in self.own.calls() if one.number == number), None)
+        call = self.own.numbered(number)
         if call is None or call.uid not in self._members:
             return ""
         heading = f"where the other ranks are, seen from {call.title}, {call.what}, on {call.place}:\n"
@@ -249,7 +247,7 @@ class Watch:
             peer = self._peer(rank)
             if peer is None or peer.state == LEFT:
                 continue
-            if peer.state == RUNNING and not peer.is_alive() and peer.state == RUNNING:
+            if peer.is_lost():
                 self.end(f"rank {rank} on {peer.host} {died(peer)}, and did not come to its end")
             if peer.state in {DIED, STOPPED}:
                 self._await_end(rank, peer)
@@ -270,16 +268,21 @@ def watch() -> Watch | None:
     return made
 
 
+def _made() -> Watch | None:
+    """Return what looks after the other ranks, if it has been made."""
+    return watch() if watch.cache_info().currsize else None
+
+
 def look_around() -> None:
     """Look at the peers once, from a wait that has lasted; see [Note: gone]."""
-    found = watch() if watch.cache_info().currsize else None
+    found = _made()
     if found is not None and settings().abort:
         found.look()
 
 
 def has_been_told() -> bool:
     """Return whether another rank of this host has said why the job ends."""
-    found = watch() if watch.cache_info().currsize else None
+    found = _made()
     return found is not None and found.has_been_told()
 
 
@@ -289,7 +292,7 @@ def story(uid: int = 0) -> str:
     Args:
         uid: of the communicator whose ranks are of interest where the process is in no call.
     """
-    found = watch() if watch.cache_info().currsize else None
+    found = _made()
     if found is None:
         return ""
     if uid:

@@ -18,6 +18,7 @@ import torch
 from mpizero.errors import ArgumentError, NonFiniteError, must_be
 from mpizero.shard.agree import Event, check_same, gather_texts
 from mpizero.shard.runtime import Runtime, runtime_of
+from mpizero.tables import ranks_in_words
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -267,5 +268,4 @@ def _kind(value: float) -> str:
 
 
 def _ranks(bad: np.ndarray[Any, Any]) -> str:
-    ranks = np.flatnonzero(bad).tolist()
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return ranks_in_words(np.flatnonzero(bad).tolist())

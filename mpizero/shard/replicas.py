@@ -18,6 +18,7 @@ from mpizero.collectives import all_gather
 from mpizero.errors import ArgumentError, ShardError, must_be
 from mpizero.shard.batchnorm import SyncBatchNorm
 from mpizero.shard.runtime import runtime_of
+from mpizero.tables import ranks_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -150,12 +151,10 @@ def _difference(words: np.ndarray[Any, Any], ranks: list[int]) -> str:
         return ""
     most, *others = groups
     if len(others[0]) == len(most):
-        return "differs between " + " and ".join(_named(group) for group in groups)
-    return f"on {_named(sorted(rank for group in others for rank in group))} differs from {_named(most)}"
-
-
-def _named(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        return "differs between " + " and ".join(ranks_in_words(group) for group in groups)
+    return (
+        f"on {ranks_in_words(sorted(rank for group in others for rank in group))} differs from {ranks_in_words(most)}"
+    )
 
 
 def _parameters(runtime: Runtime, skip: frozenset[str]) -> Iterator[Item]:

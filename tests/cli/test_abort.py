@@ -3,14 +3,9 @@
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent.parent
-TIMED_OUT = 124
-LIMIT = 60
-"""Seconds after which a job hangs for sure; a test that reaches them fails by its exit code."""
+from helpers.jobs import ROOT, TIMED_OUT, run_script
 
 
 @pytest.fixture
@@ -20,11 +15,7 @@ def run(tmp_path, monkeypatch):
     def start(body, ranks=3, **variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        script = tmp_path / "script.py"
-        script.write_text(f"import time, sys\nimport numpy as np\nimport mpizero\n{body}")
-        line = [sys.executable, "-m", "mpizero.cli.mzrun", "-n", str(ranks), "--timeout", str(LIMIT), str(script)]
-        job = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False, timeout=2 * LIMIT)
-        return job.returncode, job.stdout + job.stderr
+        return run_script(tmp_path, f"import time, sys\nimport numpy as np\nimport mpizero\n{body}", ranks)
 
     return start
 

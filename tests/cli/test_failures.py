@@ -1,18 +1,10 @@
 """A rank that is late, stopped, gone or elsewhere is named by those that wait for it; started as a user does."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from helpers.jobs import TIMED_OUT, run_script
 
 from mpizero.comm.record import DIED, LEFT, STOPPED, clean
 from mpizero.comm.recorded import Recorded
-
-ROOT = Path(__file__).parent.parent.parent
-LIMIT = 60
-"""Seconds after which a job hangs for sure; a test that reaches them fails by its exit code."""
-TIMED_OUT = 124
 
 
 @pytest.fixture
@@ -27,11 +19,8 @@ def run(tmp_path, records, monkeypatch):
     def start(body, ranks=3, **variables):
         for name, value in {"MPIZERO_RECORD": str(records), **variables}.items():
             monkeypatch.setenv(name, value)
-        script = tmp_path / "script.py"
-        script.write_text(f"import os, signal, sys, time\nimport numpy as np\nimport mpizero as mz\n{body}")
-        line = [sys.executable, "-m", "mpizero.cli.mzrun", "-n", str(ranks), "--timeout", str(LIMIT), str(script)]
-        job = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False, timeout=2 * LIMIT)
-        return job.returncode, job.stdout + job.stderr
+        text = f"import os, signal, sys, time\nimport numpy as np\nimport mpizero as mz\n{body}"
+        return run_script(tmp_path, text, ranks)
 
     return start
 

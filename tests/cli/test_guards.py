@@ -1,12 +1,8 @@
 """Processes that a rank starts, and thread levels below MPI_THREAD_MULTIPLE; started as a user starts it."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from helpers.jobs import run_script
 
-ROOT = Path(__file__).parent.parent.parent
 LIMIT = 100
 
 
@@ -16,12 +12,9 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("MPIZERO_TIMEOUT", "20")
 
     def start(body, limit=LIMIT):
-        script = tmp_path / "script.py"
-        script.write_text(body)
-        line = [sys.executable, "-m", "mpizero.cli.mzrun", "-n", "2", "--timeout", str(limit), str(script)]
-        job = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False, timeout=2 * limit)
-        assert job.returncode == 0, job.stdout + job.stderr
-        return job.stdout + job.stderr
+        code, text = run_script(tmp_path, body, 2, limit)
+        assert code == 0, text
+        return text
 
     return start
 

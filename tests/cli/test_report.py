@@ -1,12 +1,9 @@
 """mpizero report after a real job of which a rank was killed."""
 
-import subprocess
-import sys
-from pathlib import Path
+from helpers.jobs import TIMED_OUT, run_script
 
 from mpizero.cli import main
 
-ROOT = Path(__file__).parent.parent.parent
 SCRIPT = """
 import os, signal
 import numpy as np
@@ -22,11 +19,8 @@ mpizero.barrier()
 
 def test_a_killed_rank_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MPIZERO_RECORD", str(tmp_path / "records"))
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    line = [sys.executable, "-m", "mpizero.cli.mzrun", "-n", "3", "--timeout", "60", str(script)]
-    job = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
-    assert job.returncode not in {0, 124}, job.stderr
+    code, text = run_script(tmp_path, SCRIPT, 3)
+    assert code not in {0, TIMED_OUT}, text
     assert main(["report", "--trace", str(tmp_path / "trace.json")]) == 0
     out, err = capsys.readouterr()
     text = " ".join(out.split())

@@ -47,6 +47,18 @@ class Net(nn.Module):
         return self.first(x) + self.units[0].linear(x)
 
 
+class Skipping(Net):
+    """Be a `Net` that may leave a unit out, which it is told by number."""
+
+    skip = None
+
+    def forward(self, x):
+        x = self.first(x)
+        for number, unit in enumerate(self.units):
+            x = x if number == self.skip else unit(x)
+        return self.last(x)
+
+
 def seeded(make, seed=0):
     torch.manual_seed(seed)
     return make()

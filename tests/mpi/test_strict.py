@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import mpizero as mz
+from mpizero.comm.raw import mpi
 from mpizero.errors import CollectiveError, CollectiveTimeoutError
 from mpizero.testing.host_runtime import HostRuntime, stand_in
 
@@ -249,7 +250,7 @@ def test_what_mpi_itself_refuses_is_told_with_the_others_calls(world):
 
     class Refused:
         def Test(self):  # noqa: N802  (mpi4py's name)
-            raise comm.native.refusal(15)
+            raise mpi().Exception(15)
 
     with pytest.raises(CollectiveError) as caught:
         comm.perform("all_reduce", iter((comm.native._wait("all_reduce", Refused()),)))

@@ -4,7 +4,20 @@ import warnings
 
 import pytest
 import torch
-from helpers.small import BF16, STAGES, Net, Unit, batch, close, joined, same_everywhere, seeded, train, trains_as_one
+from helpers.small import (
+    BF16,
+    STAGES,
+    Net,
+    Skipping,
+    Unit,
+    batch,
+    close,
+    joined,
+    same_everywhere,
+    seeded,
+    train,
+    trains_as_one,
+)
 from torch import nn
 
 import mpizero as mz
@@ -124,16 +137,6 @@ def test_parameters_used_on_some_ranks_only(world, stage):  # noqa: C901
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_units_used_on_some_ranks_only(world, stage):
     """S8: at stages 0 to 2 a whole unit may be left out."""
-
-    class Skipping(Net):
-        skip = None
-
-        def forward(self, x):
-            x = self.first(x)
-            for number, unit in enumerate(self.units):
-                x = x if number == self.skip else unit(x)
-            return self.last(x)
-
     model, plain = mz.shard(seeded(Skipping), world, stage=stage, units={Unit}), seeded(Skipping)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
     for step in range(3):

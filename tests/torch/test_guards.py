@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from helpers.small import BF16, STAGES, Net, Unit, batch, seeded, train
+from helpers.small import BF16, STAGES, Net, Skipping, Unit, batch, seeded, train
 from torch import nn
 
 import mpizero as mz
@@ -185,16 +185,6 @@ def fragile(world, stage, **options):
     """A model on a communicator of its own, which the test will break."""
     comm = mz.Communicator(world.mpi, timeout=0.5)
     return mz.shard(seeded(Skipping), comm, stage=stage, units={Unit}, **options)
-
-
-class Skipping(Net):
-    skip = None
-
-    def forward(self, x):
-        x = self.first(x)
-        for number, unit in enumerate(self.units):
-            x = x if number == self.skip else unit(x)
-        return self.last(x)
 
 
 @pytest.mark.parametrize(

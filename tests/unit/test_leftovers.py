@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from mpizero.comm import sweep
 from mpizero.comm.launch import command, environment, find_launcher
 from mpizero.testing.leftovers import in_use, remove_left, segments
-from mpizero.testing.marked import kill_marked, marked
 
 ROOT = Path(__file__).parent.parent.parent
-MARK = "MPIZERO_TEST_LEFTOVERS"
 WAITS = """
 import time
 from mpi4py import MPI
@@ -70,7 +69,7 @@ def test_a_killed_mpich_job_leaves_nothing():
         pytest.skip("no MPICH in .venv-mpich or in this environment")
     before, name = segments(), uuid.uuid4().hex
     line = command(launcher, 2, [str(python), "-c", WAITS])
-    variables = environment(launcher, 2) | {MARK: name}
+    variables = environment(launcher, 2) | {sweep.MARK: name}
     with subprocess.Popen(line, env=variables, stdout=subprocess.PIPE, start_new_session=True) as job:
         try:
             assert job.stdout.readline().strip() == b"up"
@@ -78,8 +77,8 @@ def test_a_killed_mpich_job_leaves_nothing():
             assert made_by_job, "MPICH shares no file any more: nothing to test"
             assert not made_by_job & set(remove_left(before, young=0))
         finally:
-            kill_marked(MARK, name)
-    assert not list(marked(MARK, name))
+            sweep.end(sweep.members(name))
+    assert not sweep.members(name)
     assert made_by_job & segments(), "MPICH cleans up after a kill: nothing to test"
     remove_left(before, young=0)
     assert not made_by_job & segments()
