@@ -32,7 +32,7 @@ from mpizero.testing.leftovers import remove_left, segments
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Trial", "main", "named_in"]
+__all__ = ["Trial", "main", "named_in", "signal_in"]
 
 RANKS = 4
 WITHIN = 5.0
@@ -67,7 +67,10 @@ class Trial:
     seconds: float
     """From the fault to the launcher's end."""
     cause: str
-    """The line of the output that names the rank, "" where none does."""
+    """The line of the output that names the rank, or else the launcher's that names the signal; "" where none does."""
+    named: bool
+    """Whether the rank is named. MPICH's launcher kills the others within the millisecond in which a signal ended one,
+    before they can say which, and then names the process of any of them."""
     left: int
     """Processes of the job that were still there a second later."""
     output: str
@@ -155,7 +158,7 @@ def _try(python: str, launcher: Launcher, fault: str, rng: random.Random) -> Tri
             left = _end(job, folder)
         text = output.read_text(errors="replace")
         failed = _time_in(mark)
-    seconds = float("inf")
+    seconds, named = float("inf"), named_in(text, victim)
     if failed is None:
         text += f"\n(the fault did not happen: exit code {job.returncode})"
     elif ended is not None:
@@ -165,7 +168,8 @@ def _try(python: str, launcher: Launcher, fault: str, rng: random.Random) -> Tri
         victim=victim,
         code=None if ended is None else job.returncode,
         seconds=seconds,
-        cause=named_in(text, victim),
+        cause=named or signal_in(text),
+        named=bool(named),
         left=left,
         output=f"$ {' '.join(line)}\n{text}",
     )
@@ -221,8 +225,14 @@ def named_in(output: str, rank: int) -> str:
     return next((line for line in found if "mpizero" in line), found[0] if found else "")
 
 
+def signal_in(output: str) -> str:
+    """Return the launcher's line that says that SIGKILL ended a process; else ""."""
+    found = re.search(r"^.*\(signal 9\).*$", output, re.MULTILINE)
+    return found[0] if found else ""
+
+
 def _table(trials: dict[tuple[str, str], list[Trial]]) -> str:
-    rows = [("MPI", "fault", "trials", "ended well", "longest", "cause printed", "exit codes")]
+    rows = [("MPI", "fault", "trials", "ended well", "longest", "cause printed", "rank named", "exit codes")]
     lines = []
     for (launcher, fault), done in trials.items():
         name = next((name for name in NAMES.values() if f" of {name} " in f"{launcher} "), launcher)
@@ -236,12 +246,13 @@ def _table(trials: dict[tuple[str, str], list[Trial]]) -> str:
                 str(sum(trial.ended_well for trial in done)),
                 _seconds(max(trial.seconds for trial in done)),
                 "-" if fault == "delay" else str(len(causes)),
+                "-" if fault == "delay" else str(sum(trial.named for trial in done)),
                 ", ".join(codes),
             )
         )
         if causes and fault != "delay":
             lines.append(f"  {name}, {fault}: {causes[0][:160]}")
-    return "\n".join([aligned(rows, right=(2, 3, 4, 5)), "", "for instance", *lines])
+    return "\n".join([aligned(rows, right=(2, 3, 4, 5, 6)), "", "for instance", *lines])
 
 
 def _seconds(longest: float) -> str:

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from mpizero.bench import soak, soak_faults
-from mpizero.bench.soak_faults import Trial, named_in
+from mpizero.bench.soak_faults import Trial, named_in, signal_in
 from mpizero.collectives import OPERATIONS
 from mpizero.collectives.registry import names_of
 from mpizero.testing.recipes import LAYOUTS, draw
 
-TRIAL = Trial(fault="SIGKILL", victim=2, code=9, seconds=1.0, cause="rank 2 died", left=0, output="")
+TRIAL = Trial(fault="SIGKILL", victim=2, code=9, seconds=1.0, cause="rank 2 died", named=True, left=0, output="")
 
 
 def test_all_there_is_is_drawn():
@@ -61,6 +61,14 @@ def test_the_rank_that_is_named():
     assert named_in(text, 2) == "mpizero: rank 2 of 4 on a raised"
     assert named_in("= RANK 3 PID 7 RUNNING AT a", 3) == "= RANK 3 PID 7 RUNNING AT a"
     assert named_in(text, 1) == ""
+
+
+def test_the_signal_that_is_named():
+    assert (
+        signal_in("x\nENDED WITH THE EXIT STRING: Killed (signal 9)\ny")
+        == "ENDED WITH THE EXIT STRING: Killed (signal 9)"
+    )
+    assert signal_in("EXIT STRING: Terminated (signal 15)") == ""
 
 
 def test_wrong_command_lines(capsys):
