@@ -63,13 +63,18 @@ def transformer(layers: int, width: int, *, vocabulary: int = 0, context: int = 
     ):
         if value < least:
             raise ArgumentError(must_be(what, f"at least {least}", value))
-    mlp = (("gate", (gated, width)), ("up", (gated, width)), ("down", (width, gated)))
-    if not gated:
-        mlp = (("up", (4 * width, width)), ("down", (width, 4 * width)))
+    wide = gated or 4 * width
+    gate = [("gate", (gated, width))] if gated else []
+    mlp = (*gate, ("up", (wide, width)), ("down", (width, wide)))
+    block: tuple[tuple[str, tuple[int, ...]], ...]
     block = (("qkv", (3 * width, width)), ("out", (width, width)), *mlp, ("norm1", (width,)), ("norm2", (width,)))
     matrices = sum(math.prod(shape) for _, shape in block if len(shape) > 1)
     flops = 2.0 * matrices + 4.0 * context * width
     blocks = tuple(UnitShape(name=f"blocks.{i}", parameters=block, flops=flops) for i in range(layers))
-    outer = [("embedding", (vocabulary, width)), ("positions", (context, width)), ("norm", (width,))]
+    outer: list[tuple[str, tuple[int, ...]]] = [
+        ("embedding", (vocabulary, width)),
+        ("positions", (context, width)),
+        ("norm", (width,)),
+    ]
     root = UnitShape(name="", parameters=tuple(pair for pair in outer if pair[1][0]), flops=2.0 * vocabulary * width)
     return ModelShape(name=f"transformer of {layers} layers, width {width}", units=(*blocks, root))
