@@ -14,7 +14,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from mpizero.comm.raw import mpi
-from mpizero.comm.record import DIED, STOPPED, record
+from mpizero.comm.record import DIED, STOPPED, conclude
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ SHORT = 200
 
 def abort(code: int) -> None:
     """End every rank of the job at once with the exit code `code`."""
-    _conclude(STOPPED, f"abort({code})")
+    conclude(STOPPED, f"abort({code})")
     mpi().COMM_WORLD.Abort(code)
     os._exit(code)  # an MPI whose Abort returns must not let this rank go on
 
@@ -68,13 +68,6 @@ def install_abort_hooks(told: Callable[[], bool]) -> None:
     threading.excepthook = hook_in_thread
 
 
-def _conclude(state: int, cause: str) -> None:
-    """Say in the record, if one has been made, how this rank ends."""
-    mine = record() if record.cache_info().currsize else None
-    if mine is not None:
-        mine.conclude(state, cause)
-
-
 def _end(error: BaseException | None, told: Callable[[], bool]) -> None:
     """Print the traceback in one write, so that the ranks' texts do not mix, and abort, whatever fails on the way."""
     try:
@@ -83,7 +76,7 @@ def _end(error: BaseException | None, told: Callable[[], bool]) -> None:
         world = mpi().COMM_WORLD
         who = f"mpizero: rank {world.rank} of {world.size} on {socket.gethostname()} raised"
         shown = f"{who} too: {cause[:SHORT]}\n" if told() else f"{who}; ending the job\n{text}"
-        _conclude(DIED, cause)
+        conclude(DIED, cause)
         os.write(2, shown.encode(errors="replace"))
         sys.stdout.flush()
     finally:

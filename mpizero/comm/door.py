@@ -57,7 +57,10 @@ class Door:
         """
         call = about(what) if isinstance(what, str) else what
         self._hold(call.name)
-        self._open = self._begin(call)
+        record = self._record
+        if record is not None:  # as `_begin` does, where every call counts
+            self._calls += 1
+            self._open = record.begin(self._uid, self._calls, call, self._voice.label)
         if self.strict is not None:
             try:
                 self.strict.check(call, self._voice.label)

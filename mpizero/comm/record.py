@@ -55,6 +55,7 @@ __all__ = [
     "UNDER_WAY",
     "Record",
     "clean",
+    "conclude",
     "folder",
     "is_locked",
     "record",
@@ -313,6 +314,13 @@ def record() -> Record | None:
         text = f"mpizero: rank {world.rank} keeps no flight record ({error}); MPIZERO_RECORD names another folder\n"
         os.write(2, text.encode(errors="replace"))
         return None
+
+
+def conclude(state: int, cause: str) -> None:
+    """Say in this process's record, if one has been made, how it ends."""
+    mine = record() if record.cache_info().currsize else None
+    if mine is not None:
+        mine.conclude(state, cause)
 
 
 def is_locked(file: int) -> bool:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpizero.comm.raw import mpi
+from mpizero.comm.record import STOPPED, conclude
 from mpizero.errors import ArgumentError, must_be
 
 if TYPE_CHECKING:
@@ -109,8 +110,9 @@ class LastWords:
         if not self._once.acquire(blocking=False):
             return
         try:
-            text = f"mpizero: {self._who} got SIGTERM and ends; it was {whereabouts(frame)}\n"
-            os.write(2, text.encode(errors="replace"))
+            text = f"got SIGTERM and ends; it was {whereabouts(frame)}"
+            os.write(2, f"mpizero: {self._who} {text}\n".encode(errors="replace"))
+            conclude(STOPPED, text)
         finally:
             # Python's own `signal` is for the main thread alone.
             ctypes.CDLL(None).signal(int(signal.SIGTERM), None)

@@ -11,17 +11,21 @@ import pytest
 
 import mpizero as mz
 from mpizero.comm import run_loopback, signals
+from mpizero.comm.record import STOPPED
+from mpizero.comm.recorded import Recorded
 from mpizero.errors import ArgumentError
 
 ROOT = Path(__file__).parents[2]
 BODY = """
 import hashlib, os, signal, time
 import mpizero as mz
+from mpizero.comm.record import record
 
 def work():
     print("ready", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes in which Python calls no handler
 
+record()  # which one rank alone does not keep
 assert not mz.stop_requested()
 child = os.fork()
 if not child:
@@ -50,7 +54,7 @@ def test_a_program_in_a_long_call_says_where_it_was_and_ends_by_sigterm(tmp_path
     """And its forked child does not, and dies alone; SIGUSR1 is only noted."""
     script = tmp_path / "script.py"
     script.write_text(BODY)
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "MPIZERO_RECORD": str(tmp_path)}
     line = [sys.executable, str(script)]
     with subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -64,6 +68,9 @@ def test_a_program_in_a_long_call_says_where_it_was_and_ends_by_sigterm(tmp_path
     who = f"rank 0 of 1 on {socket.gethostname()}"
     places = [f"{script}:{line} in work" for line in (number - 1, number)]  # it may still be at the print before
     assert said in [f"mpizero: {who} got SIGTERM and ends; it was at {place}\n" for place in places]
+    (kept,) = map(Recorded, tmp_path.glob("*.record"))
+    assert kept.state == STOPPED
+    assert f"mpizero: {who} {kept.cause}\n" == said
 
 
 def test_handlers_of_the_program_stay(clean):
