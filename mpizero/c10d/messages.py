@@ -203,7 +203,7 @@ class Message:
 
     def within(self, seconds: float) -> bool:
         """Return True as soon as it is over, False after `seconds`."""
-        return poll(self.done, seconds, self._name, spins=self.link.spins)
+        return poll(self.done, seconds, self._name, spins=self.link.spins, needs=(self.link.uid, self._needs))
 
     def wait(self, seconds: float = 0.0) -> None:
         """Return when it is over.
@@ -258,6 +258,9 @@ class Message:
         text = f"{self._name()}: waited {seconds or self.link.seconds:g} s for the other rank's call"
         text += "; does it make one, with the same group and tag?"
         return CollectiveTimeoutError(f"{text}\n{story(self.link.uid)}".strip())
+
+    def _needs(self) -> list[int]:
+        return [] if self.peer is None else [self.peer]
 
     def _name(self) -> str:
         peer = "any rank" if self.peer is None else f"rank {self.peer}"

@@ -19,7 +19,7 @@ from mpizero.comm.watch import LOOK, look_around, story
 from mpizero.settings import settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from mpizero.typing import Wait
 
@@ -48,7 +48,14 @@ def spins_for(ranks: int, spins: int = SPINS) -> int:
     return spins if ranks <= cores() else 1
 
 
-def poll(done: Callable[[], bool], timeout: float, missing: Callable[[], str], *, spins: int = SPINS) -> bool:
+def poll(
+    done: Callable[[], bool],
+    timeout: float,
+    missing: Callable[[], str],
+    *,
+    spins: int = SPINS,
+    needs: tuple[int, Callable[[], Sequence[int]]] | None = None,
+) -> bool:
     """Return True as soon as `done()` does, False after `timeout` seconds.
 
     A wait of more than `LATE` seconds is told on stderr, with what `missing()` says.
@@ -58,6 +65,7 @@ def poll(done: Callable[[], bool], timeout: float, missing: Callable[[], str], *
         timeout: seconds.
         missing: what to say of a wait that is late.
         spins: polls before the core is first given away; few where ranks outnumber cores.
+        needs: for a wait outside any call of a communicator: its uid, and what tells the ranks that have to be there.
     """
     for _ in range(spins):
         if done():
@@ -72,7 +80,10 @@ def poll(done: Callable[[], bool], timeout: float, missing: Callable[[], str], *
         waited = time.monotonic() - start
         if waited > look:
             look = waited + LOOK
-            look_around()
+            if needs is None:
+                look_around()
+            else:
+                look_around(missing, needs[0], needs[1]())
         if waited > tell or waited > timeout:
             if waited > timeout and not goes_on():
                 return False

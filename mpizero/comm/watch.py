@@ -29,6 +29,8 @@ from mpizero.errors import ArgumentError
 from mpizero.settings import settings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from mpizero.comm.standing import Member
 
 __all__ = ["LOOK", "Watch", "look_around", "story", "watch"]
@@ -41,6 +43,8 @@ DYING = 3.0
 """Seconds that the launcher has to end the job after a rank has aborted it, before the others do so themselves."""
 TURN = 0.05
 """Seconds by which a rank is ahead of the next in saying what ended the job: one of a host is enough."""
+PARTING = 3.0
+"""Seconds after a rank has left in which a message that it sent may still be on its way."""
 FOR_STACKS = 2.0
 """Seconds within which ranks of a host are asked for their stacks, one after the other."""
 NAPS = (0.002, 0.05)
@@ -111,6 +115,20 @@ class Watch:
         for call in waits:
             if rank in self._ranks(call.uid) and not has_done(peer, call):
                 self.end(f"rank {rank} on {peer.host} left ({peer.cause}){after(peer)}; {self._waits(call)}")
+
+    def miss(self, uid: int, ranks: Sequence[int], what: str) -> None:
+        """End the job where a rank has left without which a wait outside any call cannot end.
+
+        Args:
+            uid: of a communicator.
+            ranks: in it; those of other hosts are not looked at.
+            what: this rank waits for, with its name.
+        """
+        members = self._members.get(uid, ())
+        for rank in (members[number].rank for number in ranks if members):
+            peer = self._peer(rank) if rank in self._here else None
+            if peer is not None and peer.state == LEFT and time.monotonic() - peer.ended > PARTING:
+                self.end(f"rank {rank} on {peer.host} left ({peer.cause}){after(peer)}; {what}")
 
     def _await_end(self, rank: int, peer: Recorded) -> None:
         """Leave it for a while to the launcher to end the job that another rank has aborted."""
@@ -273,11 +291,19 @@ def _made() -> Watch | None:
     return watch() if watch.cache_info().currsize else None
 
 
-def look_around() -> None:
-    """Look at the peers once, from a wait that has lasted; see [Note: gone]."""
+def look_around(missing: Callable[[], str] | None = None, uid: int = 0, needs: Sequence[int] = ()) -> None:
+    """Look at the peers once, from a wait that has lasted; see [Note: gone].
+
+    Args:
+        missing: says what is waited for outside any call.
+        uid: of the communicator of those that it needs.
+        needs: ranks of that communicator.
+    """
     found = _made()
     if found is not None and settings().abort:
         found.look()
+        if missing is not None and needs:
+            found.miss(uid, needs, missing())
 
 
 def has_been_told() -> bool:

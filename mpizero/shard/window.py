@@ -91,7 +91,10 @@ class Window:
             CollectiveTimeoutError: after the communicator's time-out; names the ranks.
         """
         if self._readers(agreed) and not poll(
-            lambda: not self._readers(agreed), self.comm.transport.timeout, lambda: self._who(agreed)
+            lambda: not self._readers(agreed),
+            self.comm.transport.timeout,
+            lambda: self._who(agreed),
+            needs=(self.comm.uid, lambda: self._readers(agreed)),
         ):
             text = f"{self._who(agreed)}: a step must come after every rank's forward and backward"
             raise CollectiveTimeoutError(f"{text}\n{story(self.comm.uid)}".strip())

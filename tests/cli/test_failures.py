@@ -105,6 +105,28 @@ def test_who_leaves_while_others_wait_is_named(run, records, way):
     assert 1 not in left_in(records)
 
 
+def test_who_leaves_while_another_receives_is_named(run):
+    """What it sent before that arrives."""
+    code, text = run(
+        "import torch, torch.distributed as dist\n"
+        "import mpizero.c10d\n"
+        "mpizero.c10d.init()\n"
+        "x = torch.ones(9)\n"
+        "if dist.get_rank() == 1:\n"
+        "    dist.send(x, 0)\n"
+        "    sys.exit(0)\n"
+        "time.sleep(3.5)\n"
+        "dist.recv(x, 1)\n"
+        "print('the first came', flush=True)\n"
+        "dist.recv(x, 1, tag=7)\n",
+        ranks=2,
+    )
+    assert code not in {0, TIMED_OUT}, text
+    assert "the first came" in text
+    said = line_of(text, "mpizero: rank 1 on ")
+    assert said.endswith(" left (it exits) before its first call; rank 0 of 2: recv from rank 1, tag 7; ending the job")
+
+
 def test_a_time_out_says_where_each_rank_is(run, records):
     code, text = run(
         "world = mz.world()\n"
