@@ -13,6 +13,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "DeviceError",
     "DeviceMemoryError",
+    "DiskError",
     "LaunchError",
     "MpiNotFoundError",
     "MpiZeroError",
@@ -48,6 +49,10 @@ class DeviceError(MpiZeroError, RuntimeError):
 
 class DeviceMemoryError(DeviceError, MemoryError):
     """Say that a GPU of some rank has no room for what a collective needs; all ranks raise it and the job can go on."""
+
+
+class DiskError(MpiZeroError, OSError):
+    """Say that a disk has no room, or failed, for what was moved out of memory; all ranks raise it."""
 
 
 class ShardError(MpiZeroError, RuntimeError):

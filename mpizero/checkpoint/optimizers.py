@@ -15,6 +15,7 @@ from torch import Tensor
 from mpizero.checkpoint.failure import CheckpointError, listed
 from mpizero.checkpoint.values import decode, encode
 from mpizero.errors import ArgumentError, must_be
+from mpizero.optim.offloaded import NUMBERS, Offloaded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Optimized", "check_states", "group_options"]
 
-NUMBERS = {"step", "mu_product", "eta", "mu"}
-"""See [Note: numbers or elements]."""
 HOW = {"foreach", "fused", "capturable", "differentiable"}
 """Options that say how a step is made, not what it does: a checkpoint does not bring them along."""
 
@@ -90,7 +89,7 @@ class Optimized:
                 entry = state.setdefault(name, {})
                 if key not in self._elements:
                     entry[key] = encode(value, None, f"optimizer state {key!r} of {name!r}")
-        return {"class": type(self.optimizer).__name__, "groups": groups, "state": state}
+        return {"class": _class_of(self.optimizer), "groups": groups, "state": state}
 
     def load(self, groups: list[dict[str, Any]], states: list[dict[str, Any]]) -> None:
         """Take over the options of groups and the states of parameters, in the optimizer's own order."""
@@ -109,6 +108,11 @@ class Optimized:
                     self.optimizer.state[param][key] = value.to(param.device)
 
 
+def _class_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of an optimizer's class; of the one that does the arithmetic where the state is on a disk."""
+    return (optimizer.of if isinstance(optimizer, Offloaded) else type(optimizer)).__name__
+
+
 def group_options(optimized: Optimized, saved: dict[str, Any], resolve: Any) -> list[dict[str, Any]]:
     """Return the options that each of an optimizer's groups has to take over.
 
@@ -121,8 +125,8 @@ def group_options(optimized: Optimized, saved: dict[str, Any], resolve: Any) -> 
         CheckpointError: for another class of optimizer, parameters that were not in it, or a group whose parameters
             were in groups with different options.
     """
-    if saved["class"] != type(optimized.optimizer).__name__:
-        got = type(optimized.optimizer).__name__
+    got = _class_of(optimized.optimizer)
+    if saved["class"] != got:
         raise CheckpointError(f"optimizer must be of the class that was saved, {saved['class']} (got {got})")
     home = {name: number for number, group in enumerate(saved["groups"]) for name in group["names"]}
     found = []

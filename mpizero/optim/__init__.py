@@ -2,6 +2,7 @@
 
 from mpizero.optim.clip import clip_grad_norm_, clip_grad_value_, grad_norm
 from mpizero.optim.ema import EMA
+from mpizero.optim.offloaded import offloaded
 from mpizero.optim.scaler import GradScaler
 
-__all__ = ["EMA", "GradScaler", "clip_grad_norm_", "clip_grad_value_", "grad_norm"]
+__all__ = ["EMA", "GradScaler", "clip_grad_norm_", "clip_grad_value_", "grad_norm", "offloaded"]

@@ -14,6 +14,7 @@ from mpizero.shard.batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from mpizero.shard.data import global_mean, join
 from mpizero.shard.micro import micro_batches
 from mpizero.shard.nonfinite import NonFiniteWatch, watch_nonfinite
+from mpizero.shard.offload import Offload
 from mpizero.shard.optimizers import elementwise
 from mpizero.shard.policy import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, Precision
 from mpizero.shard.profile import Profile, profile
@@ -38,6 +39,7 @@ __all__ = [
     "SHARD_GRAD_OP",
     "MemoryReport",
     "NonFiniteWatch",
+    "Offload",
     "Precision",
     "Profile",
     "ReplicaWatch",

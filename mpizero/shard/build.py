@@ -20,6 +20,7 @@ from mpizero.shard.unit import Unit
 if TYPE_CHECKING:
     from mpizero.shard.home import Home
     from mpizero.shard.meta import MetaModel
+    from mpizero.shard.offload import Spill
     from mpizero.shard.policy import Lifetime, Precision, Ranks
     from mpizero.shard.window import Window
 
@@ -205,13 +206,16 @@ def make_units(
     home: Home,
     window: Window | None = None,
     meta: MetaModel | None = None,
+    spill: Spill | None = None,
 ) -> list[Unit]:
     """Build the units: cut their parameters into shards and put these into the modules. Collective."""
     made = []
     numbers = count()
     for name, (module, groups) in plan.items():
         flats = [
-            FlatParams(group, ranks, (lifetime, precision), home, number=next(numbers), window=window, meta=meta)
+            FlatParams(
+                group, ranks, (lifetime, precision), home, number=next(numbers), window=window, meta=meta, spill=spill
+            )
             for group in groups
         ]
         made.append(Unit(name, module, flats))

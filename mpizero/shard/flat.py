@@ -13,6 +13,7 @@ from mpizero.shard.access import ShardedParameters, handle_of
 from mpizero.shard.agree import naming
 from mpizero.shard.exact_gradients import ExactGradients
 from mpizero.shard.gradients import Gradients
+from mpizero.shard.offload import Source
 from mpizero.shard.policy import HALF
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from mpizero.shard.home import Home
     from mpizero.shard.member import Member
     from mpizero.shard.meta import MetaModel
+    from mpizero.shard.offload import Spill
     from mpizero.shard.policy import Lifetime, Precision, Ranks
     from mpizero.shard.window import Window
 
@@ -35,7 +37,8 @@ class FlatParams:
       storage keeps one tensor object and is emptied, so that tensors which autograd saved find the values again once it
       is filled; where the node shares it, it lies in the window and always lives (see `window`).
     - `master`, k fp32 elements (n where nothing is cut): what the optimizer updates, through `shards`. Where compute
-      precision is the master's and `full` always lives, it is a slice of `full` and takes no memory of its own.
+      precision is the master's and `full` always lives, it is a slice of `full` and takes no memory of its own. It may
+      lie on a disk; see [Note: offloaded parts] in `offload`.
     - `gradients`: see `gradients`; None while nothing is trained.
     """
 
@@ -49,6 +52,7 @@ class FlatParams:
         number: int = 0,
         window: Window | None = None,
         meta: MetaModel | None = None,
+        spill: Spill | None = None,
     ) -> None:
         """Take over the members' values (rank 0's) and put shards in their place. Collective.
 
@@ -61,6 +65,7 @@ class FlatParams:
                 ranks which are about to move different buffers wait for each other instead of swapping them.
             window: where the node's full parameters are to lie, where it shares them.
             meta: makes the values of members that are on the meta device.
+            spill: takes what is moved out of memory; None leaves all there.
         """
         lifetime, precision = policy
         self.members, self.ranks, self.lifetime, self.number = members, ranks, lifetime, number
@@ -80,7 +85,7 @@ class FlatParams:
         """The gather that is under way."""
         self.gathered = 0.0
         """When the latest one was over, in seconds of `time.perf_counter`."""
-        self._make_buffers(meta)
+        self._make_buffers(meta, spill)
         self._make_parameters()
         self.gradients: Gradients | None = None
         self.make_gradients()
@@ -98,7 +103,7 @@ class FlatParams:
         """Return whether any parameter requires a gradient."""
         return bool(self.trained)
 
-    def _make_buffers(self, meta: MetaModel | None) -> None:
+    def _make_buffers(self, meta: MetaModel | None, spill: Spill | None) -> None:
         layout, lifetime = self.layout, self.lifetime
         self.aliased = self.dtype == self.master_dtype and not lifetime.release_parameters
         if self.window is not None and self.aliased and self.ranks.replicas is None:
@@ -112,9 +117,10 @@ class FlatParams:
                 self._fill(values, meta)
             if self.ranks.everyone.size > 1 and layout.length:
                 broadcast(values, self.ranks.everyone)
-            self._place(values)
+            self._place(values, spill)
         if self.aliased:
-            self.master = self.full[self.own]
+            self.source = Source(self.full[self.own])
+        self.master = self.source.master
         self.live = True
 
     def _fill(self, values: Tensor, meta: MetaModel | None) -> None:
@@ -128,7 +134,7 @@ class FlatParams:
         if to_make and meta is not None:
             meta.fill(to_make)
 
-    def _place(self, values: Tensor) -> None:
+    def _place(self, values: Tensor, spill: Spill | None) -> None:
         """Put whole master values where they belong."""
         if self.window is not None:
             self.full = self.window.take(self.layout.length, self.dtype)
@@ -139,8 +145,13 @@ class FlatParams:
             self.full = values
         else:
             self.full = torch.empty(self.layout.length, dtype=self.dtype, device=self.home.device)
-        if not self.aliased:
-            self.master = values[self.own].clone()
+        if self.aliased:
+            return
+        if spill is None:
+            self.source = Source(values[self.own].clone())
+        else:
+            lives = None if self.lifetime.release_parameters else self.full[self.own]
+            self.source = spill.source(values[self.own].clone(), self.dtype, self.lifetime, lives)
 
     def _make_parameters(self) -> None:
         """Make the full parameters and the shards, and mark the originals as replaced."""
@@ -259,7 +270,7 @@ class FlatParams:
             storage.resize_(self.layout.length * self.full.element_size())
         full = self.full.data  # written without the version counter: the values are those that autograd saved
         if not self.aliased:
-            full[self.own].copy_(self.master)
+            self.source.fill(full[self.own])
         if self.lifetime.cut and not self.lifetime.shared and self.layout.length:
             with self.comm.channel(2 * self.number, f"parameters {self.label}"):
                 self.gathering = all_gather(full[self.own], self.comm, out=full, async_op=True)

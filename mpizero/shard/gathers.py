@@ -74,13 +74,16 @@ class Gathers:
             if unit.stale:
                 self._begin(unit)
             if unit.released:
-                self.begin(self._expected(phase, id(unit)))
+                following = self._expected(phase, id(unit))
+                self.begin(following[: self.ahead])
+                for later in following[self.ahead :]:
+                    later.expect_fill()
         self._end(unit)
 
     def expect(self, phase: str) -> None:
         """Begin what a phase is known to begin with."""
         self._last = None
-        self.begin(self._expected(phase, None))
+        self.begin(self._expected(phase, None)[: self.ahead])
 
     def finish(self, *, release: bool) -> None:
         """Wait for what nobody has needed so far, and let it go again if it would not have been there otherwise."""
@@ -97,9 +100,9 @@ class Gathers:
         self._last = phase, id(unit)
 
     def _expected(self, phase: str, after: int | None) -> list[Unit]:
-        """Return the next units, at most `ahead`, that followed the one given when it was last gathered."""
+        """Return the next units, one more than `ahead`, that followed the one given when it was last gathered."""
         found: list[Unit] = []
-        while len(found) < self.ahead:
+        while len(found) <= self.ahead:
             unit = self._next.get((phase, after))
             if unit is None or unit in found:
                 break

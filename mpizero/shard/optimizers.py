@@ -18,7 +18,7 @@ from mpizero.shard.access import ShardHandle
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["elementwise", "install_step_hooks", "runtimes_of"]
+__all__ = ["elementwise", "install_step_hooks", "is_elementwise", "runtimes_of"]
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 
@@ -50,7 +50,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for param in group["params"]:
             _check_parameter(param)
     for runtime in runtimes_of(optimizer):
-        if runtime.lifetime.cut and not _is_elementwise(type(optimizer)):
+        if runtime.lifetime.cut and not is_elementwise(type(optimizer)):
             known = ", ".join(ELEMENTWISE)
             raise ShardError(
                 f"the optimizer of a sharded model must be element-wise (got {type(optimizer).__name__}, which may "
@@ -86,7 +86,8 @@ def _check_parameter(param: torch.Tensor) -> None:
         )
 
 
-def _is_elementwise(cls: type) -> bool:
+def is_elementwise(cls: type) -> bool:
+    """Return whether a class is known, or declared, to update every element by itself."""
     if getattr(cls, "_mpizero_elementwise", False):
         return True
     return any(base.__module__.startswith("torch.optim") and base.__name__ in ELEMENTWISE for base in cls.__mro__)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from mpizero.shard.flat import FlatParams
     from mpizero.shard.gradients import Gradients
     from mpizero.shard.home import Home
+    from mpizero.shard.offload import Spill
     from mpizero.shard.policy import Lifetime, Overlap, Precision, Ranks
     from mpizero.shard.window import Window
 
@@ -79,6 +80,8 @@ class Runtime:
         self.exact: Course | None = self.lifetime.exact
         self.ignored: list[tuple[str, nn.Parameter]] = []
         """Parameters that are neither sharded nor reduced, by name."""
+        self.spill: Spill | None = None
+        """What is moved out of memory."""
         self.sync = True
         self.trace: Callable[[str, str], None] | None = None
         """Called with (event, unit's name) at each gather, release and reduction; see `testing.order`."""
@@ -293,6 +296,8 @@ class Runtime:
     def after_step(self) -> None:
         """Have the full parameters filled anew: at once where the node shares them, else with the next forward."""
         trainable = [flat for flat in self.flats if flat.trainable]
+        for flat in trainable:
+            flat.source.stepped()
         self.mark_stale(trainable)
         self.refill(trainable)
         self.observe("step", "", self._stepping)

@@ -127,6 +127,12 @@ class Unit:
         for flat in self.flats:
             flat.begin_unshard()
 
+    def expect_fill(self) -> None:
+        """Have a disk that holds the values begin to read them."""
+        for flat in self.flats:
+            if not flat.live:
+                flat.source.expect()
+
     def end_fill(self) -> None:
         """Wait for what `begin_fill` began."""
         for flat in self.flats:

@@ -21,6 +21,7 @@ from mpizero.shard.clipping import catch_torch_clipping
 from mpizero.shard.exact import Course, check_exact, check_exact_ranks
 from mpizero.shard.home import Home, home_of
 from mpizero.shard.meta import MetaModel
+from mpizero.shard.offload import Offload, check_spill, checked_offload, make_spill
 from mpizero.shard.optimizers import install_step_hooks
 from mpizero.shard.policy import Overlap, Precision, Ranks, lifetime_of, parse_stage, ranks_of
 from mpizero.shard.runtime import Runtime, runtime_of
@@ -52,6 +53,7 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
     node_shared: bool | None = None,
     exact: bool = False,
     materialize: Callable[[nn.Module], Any] | None = None,
+    offload: Offload | None = None,
 ) -> Model:
     """Shard a model over ranks by ZeRO stage, in place, and return it.
 
@@ -103,12 +105,14 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
             which leads to the random numbers of a real build where modules were made in that order and do nothing
             else in their constructors; a parameter that modules share gets the values of the first. A model that goes
             to a GPU is initialised there.
+        offload: what lives on a disk; see `Offload`. Changes no bits.
 
     Raises:
         ArgumentError: for an unknown stage, units that match nothing, a model that is sharded already or lies on
             several devices, models or options that differ between ranks, or what is on the meta device and never
             initialised; lists it.
         ArgumentTypeError: for a model, or parameters, that cannot be sharded; names them. For a GPU without CuPy.
+        DiskError: on all ranks, if the disk of some rank cannot be used or has no room.
 
     Collective. Source: Rajbhandari et al., "ZeRO", 2020 (stages); Zhao et al., "PyTorch FSDP", 2023 (units, prefetch,
     hybrid sharding).
@@ -121,6 +125,7 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
     comm = default_communicator(comm).private
     others = [*model.buffers(), *(param for _, param in ignored)]
     home = home_of(_members(grouped), others, alone=comm.size == 1)
+    offload = checked_offload(offload, number, on_device=home.on_device, node_shared=node_shared)
     _set_threads(comm, exact=exact)
     install_step_hooks()
     course = Course(model, torch.get_num_threads()) if exact else None
@@ -132,6 +137,7 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
             str(overlap),
             f"node_shared {node_shared}",
             f"exact {exact}",
+            f"offload {None if offload is None else offload.kinds}",
         ]
         choices += [f"{course.threads} threads of torch", *course.lines] if course is not None else []
         check_same(comm, describe(grouped, model, choices))
@@ -146,16 +152,20 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
         check_exact_ranks(ranks)
     _let_caller_drive(ranks, home)
     window = None
-    if lifetime_of(number, ranks.group.size).cut and node_shared is not False:
+    spill = make_spill(offload, comm)
+    on_disk = spill is not None and spill.params is not None
+    if lifetime_of(number, ranks.group.size).cut and node_shared is not False and not on_disk:
         window = _window(ranks.group, window_sizes(grouped, ranks.group.size, precision), home, wanted=node_shared)
-    lifetime = lifetime_of(number, ranks.group.size, shared=window is not None, exact=course)
+    lifetime = lifetime_of(number, ranks.group.size, shared=window is not None, exact=course, on_disk=on_disk)
     if lifetime.cut:
         catch_torch_clipping()
         catch_torch_scaling()
     cast_buffers(model, precision)
     keep_modules(model, precision)
-    made = make_units(grouped, ranks, lifetime, precision, home=home, window=window, meta=meta)
+    made = make_units(grouped, ranks, lifetime, precision, home=home, window=window, meta=meta, spill=spill)
+    check_spill(spill, comm)
     runtime = Runtime(model, made, ranks, (lifetime, precision, overlap), home=home, window=window)
+    runtime.spill = spill
     runtime.ignored = ignored
     for flat in runtime.flats:
         for param in flat.shards:

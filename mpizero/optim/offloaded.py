@@ -1,0 +1,268 @@
+"""Optimizers whose state is on a disk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mpizero.errors import ArgumentError, ArgumentTypeError, MpiZeroError, must_be
+from mpizero.optim.streaming import Array, Bit, Group, Part, Stream, groups_of
+from mpizero.shard.offload import raise_together
+from mpizero.shard.optimizers import ELEMENTWISE, is_elementwise
+from mpizero.shard.runtime import runtime_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from mpizero.arrays.disk import Region
+
+__all__ = ["NUMBERS", "Offloaded", "offloaded"]
+
+NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""Keys of state that are one number per parameter, also where that has the shape of a number; see
+[Note: numbers or elements] in `checkpoint.optimizers`."""
+MASTER, WORKING = "master", "working"
+
+
+def offloaded(cls: Any, model: nn.Module, params: Iterable[Any] | None = None, **options: Any) -> torch.optim.Optimizer:
+    """Build an optimizer whose state is where the model's `Offload` says.
+
+        model = mz.shard(model, offload=mz.Offload(optimizer="/local/disk"))
+        optimizer = mz.offloaded(torch.optim.AdamW, model, lr=3e-4, fused=True)
+
+    Args:
+        cls: an element-wise optimizer of torch's, or one that was declared by `elementwise`.
+        model: a model that was sharded with `offload`.
+        params: its parameters, or groups of them as torch takes them; None for all.
+        options: as of `cls`.
+
+    Returns:
+        An optimizer as any, with the bits of one in memory by the same implementation (`foreach`, `fused`): schedulers,
+        `clip_grad_norm_`, `save` and `load` take it. With state in memory it is one of `cls`. On a disk, a step reads
+        and writes every byte of state of parameters that have a gradient once, in groups of `Offload.group_bytes`,
+        three of which are in memory; state is made in the first step.
+
+    Raises:
+        ArgumentError: for a model without `offload`, or a class that is not element-wise.
+    """
+    runtime = runtime_of(model)
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise ArgumentTypeError(must_be("cls", "a class of optimizers, as torch.optim.AdamW", cls))
+    if runtime.spill is None:
+        remedy = "or build the optimizer as ever"
+        raise ArgumentError(must_be("model", "sharded with offload=mpizero.Offload(...)", "one without", remedy))
+    if not is_elementwise(cls):
+        known = ", ".join(ELEMENTWISE)
+        remedy = f"use one of {known}, or declare your own class with mpizero.elementwise"
+        raise ArgumentError(must_be("cls", "element-wise", cls.__name__, remedy))
+    chosen = list(model.parameters() if params is None else params)
+    inner = cls(chosen, **options)
+    return inner if runtime.spill.optimizer is None else Offloaded(inner, runtime)
+
+
+class Offloaded(torch.optim.Optimizer):
+    """Step with another optimizer over state that is on a disk; see `offloaded`."""
+
+    _mpizero_elementwise = True
+
+    def __init__(self, inner: torch.optim.Optimizer, runtime: Any) -> None:
+        """Take over an optimizer that has not stepped.
+
+        Args:
+            inner: knows the arithmetic and the options.
+            runtime: of the model whose shards it holds.
+
+        Raises:
+            ArgumentError: if it holds parameters that are not this model's.
+        """
+        super().__init__([dict(group) for group in inner.param_groups], inner.defaults)
+        self.of = type(inner)
+        """The class that a checkpoint names."""
+        self._inner, self._runtime, self._spill = inner, runtime, runtime.spill
+        self._place = {id(shard): (flat, index) for flat in runtime.flats for index, shard in enumerate(flat.shards)}
+        others = sum(id(param) not in self._place for group in self.param_groups for param in group["params"])
+        if others:
+            raise ArgumentError(must_be("params", "this model's", f"{others} others", "leave params out"))
+        self._regions: dict[int, dict[str, tuple[Region, Tensor]]] = {id(flat): {} for flat in runtime.flats}
+        """By buffer and key, where the elements of states are, and that as one mapped tensor."""
+        self._stream = Stream(self._arrays)
+        self._groups: list[Group] = []
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient. Collective: ranks tell each other of disks that fail.
+
+        Args:
+            closure: evaluates the model and returns the loss.
+
+        Raises:
+            DiskError: on all ranks, if the disk of some rank is full or fails; the model is half updated then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        failure: MpiZeroError | None = None
+        try:
+            self._step()
+        except MpiZeroError as error:
+            failure = error
+        raise_together(self._runtime.comm, failure)
+        return loss
+
+    def _step(self) -> None:
+        self._adopt()
+        if not self._groups:
+            self._groups = groups_of(self._flats(), self._most())
+        groups = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
+        fresh: dict[int, dict[str, Any]] = {}
+        busy = [group for group in self._groups if any(self._bits(part, groups) for part in group.parts)]
+        known = self._keys()
+        self._stream.run(busy, lambda group: self._update(group, groups, fresh))
+        for flat in self._flats():
+            flat.source.streamed()
+        for number, entry in fresh.items():
+            flat, index = self._place[number]
+            self.state[flat.shards[index]].update(entry)
+        if self._keys() != known:
+            self._groups = []  # more arrays, and so fewer elements in a group
+
+    def _flats(self) -> list[Any]:
+        return [flat for flat in self._runtime.flats if flat.trainable]
+
+    def _keys(self) -> list[tuple[int, str]]:
+        return [(number, key) for number, found in self._regions.items() for key in found]
+
+    def _most(self) -> int:
+        """Return the elements of a group."""
+        arrays = [self._arrays(flat).values() for flat in self._flats()]
+        width = max((sum(array.dtype.itemsize for array in some) for some in arrays), default=0)
+        return int(self._spill.offload.group_bytes) // max(width, 8)
+
+    def _arrays(self, flat: Any) -> dict[str, Array]:
+        """Return what a step reads and writes of a flat buffer."""
+        found = {}
+        source = flat.source
+        if source.region is not None:
+            found[MASTER] = Array(region=source.region, dtype=flat.master_dtype)
+            if source.on_disk is not None and source.on_disk is not source.region:
+                found[WORKING] = Array(region=source.on_disk, dtype=flat.dtype, written_only=True)
+        for key, (region, tensor) in self._regions[id(flat)].items():
+            found[key] = Array(region=region, dtype=tensor.dtype)
+        return found
+
+    def _bits(self, part: Part, groups: dict[int, int]) -> list[Bit]:
+        """Return the runs that this step changes: those of parameters that are ours and have a gradient."""
+        shards = part.flat.shards
+        return [b for b in part.bits if id(shards[b.index]) in groups and shards[b.index].grad is not None]
+
+    def _update(self, group: Group, groups: dict[int, int], fresh: dict[int, dict[str, Any]]) -> None:
+        """Have the inner optimizer step over a group."""
+        places: list[tuple[Part, Bit, nn.Parameter]] = []
+        chosen: list[list[nn.Parameter]] = [[] for _ in self.param_groups]
+        for part in group.parts:
+            for bit in self._bits(part, groups):
+                shard = part.flat.shards[bit.index]
+                param = self._stand_in(part, bit, shard)
+                places.append((part, bit, param))
+                chosen[groups[id(shard)]].append(param)
+        inner = self._inner
+        inner.param_groups = [
+            {**group, "params": params} for group, params in zip(self.param_groups, chosen, strict=True)
+        ]
+        inner.step()
+        for part, bit, param in places:
+            entry = inner.state.pop(param, {})
+            self._keep(part, bit, param, entry, fresh)
+        for part in group.parts:
+            self._hand_on(part)
+
+    def _stand_in(self, part: Part, bit: Bit, shard: nn.Parameter) -> nn.Parameter:
+        """Return a parameter that is a run of a shard's elements, its state and gradient those of the run."""
+        master = part.slots.get(MASTER)
+        inside = slice(bit.start - part.start, bit.stop - part.start)
+        values = part.flat.master.detach()[bit.start : bit.stop] if master is None else master[inside]
+        param = nn.Parameter(values)
+        assert shard.grad is not None  # noqa: S101  (see `_bits`)
+        param.grad = shard.grad.reshape(-1)[bit.skip : bit.skip + bit.stop - bit.start]
+        state = self.state.get(shard)
+        if state:
+            flat_keys = self._regions[id(part.flat)]
+            self._inner.state[param] = {
+                key: part.slots[key][inside] if key in flat_keys and _is_elements(shard, key, value) else _copy(value)
+                for key, value in state.items()
+            }
+        return param
+
+    def _keep(
+        self, part: Part, bit: Bit, param: nn.Parameter, entry: dict[str, Any], fresh: dict[int, dict[str, Any]]
+    ) -> None:
+        """Keep the state of a run: numbers for after the step, elements that are new on the disk."""
+        shard = part.flat.shards[bit.index]
+        numbers = fresh.setdefault(id(shard), {})
+        for key, value in entry.items():
+            if not (isinstance(value, Tensor) and value.shape == param.shape):
+                numbers[key] = value
+                continue
+            room = self._room(part.flat, key, value.dtype)
+            if key not in self.state.get(shard, {}):
+                numbers[key] = part.flat.piece_of(room, bit.index)
+            if key in part.slots:
+                target = part.slots[key][bit.start - part.start : bit.stop - part.start]
+                if target.data_ptr() != value.data_ptr():
+                    target.copy_(value)
+            else:
+                room[bit.start : bit.stop].copy_(value)
+                self._regions[id(part.flat)][key][0].settle()
+
+    def _room(self, flat: Any, key: str, dtype: torch.dtype) -> Tensor:
+        """Return the mapped elements of a state, made of zeros if they are not there."""
+        found = self._regions[id(flat)]
+        if key not in found:
+            numel = flat.master.numel()
+            region = self._spill.optimizer.grow(numel * dtype.itemsize)
+            found[key] = region, torch.from_numpy(region.array()).view(dtype)
+        return found[key][1]
+
+    def _hand_on(self, part: Part) -> None:
+        """Bring new master values to what gathers read."""
+        master = part.slots.get(MASTER)
+        if master is None:
+            return
+        source = part.flat.source
+        if WORKING in part.slots:
+            part.slots[WORKING].copy_(master)
+        elif source.working is not None:
+            source.working[part.start : part.stop].copy_(master)
+
+    def _adopt(self) -> None:
+        """Move states that were loaded into memory to the disk."""
+        for shard in [param for group in self.param_groups for param in group["params"]]:
+            flat, index = self._place[id(shard)]
+            for key, value in list(self.state.get(shard, {}).items()):
+                if not _is_elements(shard, key, value):
+                    continue
+                room = flat.piece_of(self._room(flat, key, value.dtype), index)
+                if room.data_ptr() != value.data_ptr() and value.numel():
+                    room.copy_(value)
+                    self._groups = []
+                self.state[shard][key] = room
+        for found in self._regions.values():
+            for region, _ in found.values():
+                region.settle()
+
+    @property
+    def memory(self) -> int:
+        """Return the bytes of memory that its steps hold."""
+        return self._stream.nbytes
+
+
+def _is_elements(param: Tensor, key: str, value: Any) -> bool:
+    """Return whether a state has an element for each of its parameter's."""
+    return isinstance(value, Tensor) and value.shape == param.shape and (param.dim() > 0 or key not in NUMBERS)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

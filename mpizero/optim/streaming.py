@@ -1,0 +1,215 @@
+"""A pass over state that is on a disk, group by group: while one is updated, the next is read and the last written.
+
+[Note: groups] The elements of all shards are cut into groups of a bounded number of bytes. A group is a few parts, each
+a run of one flat buffer's elements, and each array of a part (master values, moments) has a slot in the group's memory.
+Cuts are multiples of `CUT` elements, so that slots are whole blocks of the disk, and an update has the bits that it has
+over the whole; see [Note: unit layout] in `plan.layout`. Three memories go around: one is read into, one is updated,
+one is written from.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mpizero.arrays.disk import BLOCK, page_aligned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from mpizero.arrays.disk import Region
+
+__all__ = ["CUT", "Array", "Bit", "Group", "Part", "Stream", "groups_of"]
+
+CUT = BLOCK // 2
+"""Elements: a whole block of 2-byte values, two of 4-byte ones."""
+MEMORIES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bit:
+    """Name a run of elements of one parameter."""
+
+    index: int
+    """Of the parameter in its flat buffer."""
+    start: int
+    """The first element, counted within the rank's part of the flat buffer."""
+    stop: int
+    skip: int
+    """Elements of the parameter's shard that are before it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Array:
+    """Be one array on disk that a pass goes over: an element for each of a flat buffer's."""
+
+    region: Region
+    dtype: torch.dtype
+    written_only: bool = False
+    """Whether the pass makes its values and needs no old ones."""
+
+
+@dataclass(kw_only=True)
+class Part:
+    """Be a run of one flat buffer's elements."""
+
+    flat: Any
+    start: int
+    stop: int
+    bits: list[Bit]
+    slots: dict[str, Tensor] = field(default_factory=dict)
+    """By the arrays' names, their elements in memory, while the group is there."""
+    memory: dict[str, memoryview] = field(default_factory=dict)
+    """The same as bytes, to the end of their last blocks."""
+
+
+@dataclass(kw_only=True)
+class Group:
+    """Be what is read, updated and written at a time."""
+
+    parts: list[Part]
+
+
+def groups_of(flats: Iterable[Any], most: int) -> list[Group]:
+    """Cut this rank's part of flat buffers into groups.
+
+    Args:
+        flats: the buffers.
+        most: elements of a group; at least one cut's.
+    """
+    most = max(most // CUT * CUT, CUT)
+    groups, room = [], 0
+    for flat in flats:
+        bits, start, length = _bits(flat), 0, flat.master.numel()
+        while start < length:
+            if room < min(CUT, length - start):
+                groups.append(Group(parts=[]))
+                room = most
+            stop = min(length, start + room)
+            inside = [bit for bit in bits if start <= bit.start < stop or bit.start < start < bit.stop]
+            groups[-1].parts.append(
+                Part(flat=flat, start=start, stop=stop, bits=[_cut(b, start, stop) for b in inside])
+            )
+            room -= -(-(stop - start) // CUT) * CUT
+            start = stop
+    return groups
+
+
+def _bits(flat: Any) -> list[Bit]:
+    """Return where each parameter's shard lies; one of no elements at the beginning."""
+    found = []
+    for index, slot in enumerate(flat.layout.slots):
+        start, numel = slot.offset, slot.numel
+        if flat.lifetime.cut:
+            piece = flat.layout.piece(index, flat.comm.rank)
+            start, numel = piece.position, piece.numel
+        start = start if numel else 0
+        found.append(Bit(index=index, start=start, stop=start + numel, skip=0))
+    return found
+
+
+def _cut(bit: Bit, start: int, stop: int) -> Bit:
+    begin = max(bit.start, start)
+    return Bit(index=bit.index, start=begin, stop=min(bit.stop, stop), skip=bit.skip + begin - bit.start)
+
+
+class Stream:
+    """Pass over groups; see [Note: groups]."""
+
+    def __init__(self, arrays: Callable[[Any], dict[str, Array]]) -> None:
+        """Go over these arrays.
+
+        Args:
+            arrays: returns those of a flat buffer, by name.
+        """
+        self._find = arrays
+        self._now: dict[int, dict[str, Array]] = {}
+        """What this pass goes over: a buffer may get more meanwhile."""
+        self._memories: list[memoryview] = []
+        self._readers = ThreadPoolExecutor(1, "mpizero disk read")
+        self._writers = ThreadPoolExecutor(1, "mpizero disk write")
+
+    def run(self, groups: Sequence[Group], update: Callable[[Group], None]) -> None:
+        """Read, update and write all groups, in their order.
+
+        Args:
+            groups: those of which something changes.
+            update: changes the slots of a group's parts; called in this thread.
+
+        Raises:
+            DiskError: if the disk fails; what was updated until then may be written or not.
+        """
+        self._now = {id(part.flat): self._find(part.flat) for group in groups for part in group.parts}
+        self._take_memory(groups)
+        written: list[Future[None] | None] = [None] * MEMORIES
+        reading: Future[None] | None = None
+        try:
+            reading = self._begin(groups, 0, written)
+            for number, group in enumerate(groups):
+                now, reading = reading, self._begin(groups, number + 1, written)
+                if now is not None:
+                    now.result()
+                update(group)
+                written[number % MEMORIES] = self._writers.submit(self._write, group)
+        finally:
+            failures = [done.exception() for done in (reading, *written) if done is not None]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+
+    def _take_memory(self, groups: Sequence[Group]) -> None:
+        need = max((self._bytes(group) for group in groups), default=0)
+        if not self._memories or len(self._memories[0]) < need:
+            self._memories = []  # the old ones first: there is not to be more than three
+            self._memories = [page_aligned(need) for _ in range(MEMORIES)]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of memory that it holds."""
+        return sum(map(len, self._memories))
+
+    def _bytes(self, group: Group) -> int:
+        return sum(
+            _blocks(part.stop - part.start, array) for part in group.parts for array in self._arrays(part.flat).values()
+        )
+
+    def _arrays(self, flat: Any) -> dict[str, Array]:
+        return self._now[id(flat)]
+
+    def _begin(self, groups: Sequence[Group], number: int, written: list[Future[None] | None]) -> Future[None] | None:
+        if number >= len(groups):
+            return None
+        turn = number % MEMORIES
+        return self._readers.submit(self._read, groups[number], self._memories[turn], written[turn])
+
+    def _read(self, group: Group, memory: memoryview, before: Future[None] | None) -> None:
+        """Give the parts their slots and fill them, once the memory's last group is written."""
+        if before is not None:
+            before.result()
+        at = 0
+        for part in group.parts:
+            for name, array in self._arrays(part.flat).items():
+                nbytes = _blocks(part.stop - part.start, array)
+                slot = memory[at : at + nbytes]
+                at += nbytes
+                if not array.written_only:
+                    array.region.read(slot, part.start * array.dtype.itemsize)
+                part.memory[name] = slot
+                part.slots[name] = torch.frombuffer(slot, dtype=array.dtype, count=part.stop - part.start)
+
+    def _write(self, group: Group) -> None:
+        for part in group.parts:
+            arrays = self._arrays(part.flat)
+            for name, slot in part.memory.items():
+                arrays[name].region.write(slot, part.start * arrays[name].dtype.itemsize)
+            part.slots.clear()
+            part.memory.clear()
+
+
+def _blocks(numel: int, array: Array) -> int:
+    """Return the bytes of whole blocks for so many elements: the last of a region has room to its end."""
+    return -(-numel * array.dtype.itemsize // BLOCK) * BLOCK

@@ -1,0 +1,253 @@
+"""State and parameters on a disk: the bits of a run in memory, each byte moved once, errors on all ranks."""
+
+import os
+import resource
+
+import pytest
+import torch
+from helpers.small import BF16, Unit
+
+import mpizero as mz
+from mpizero.arrays.disk import BLOCK
+from mpizero.errors import ArgumentError, ArgumentTypeError, DiskError
+from mpizero.testing.covering import covering
+
+pytestmark = pytest.mark.mpi
+
+SMALL = 16 * BLOCK
+"""Bytes of a group: several of a small model's."""
+WIDTH = 90
+OPTIMIZERS = {
+    "AdamW fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}),
+    "Adam amsgrad": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True, "foreach": True}),
+}
+AXES = {
+    "stage": (3, 2, 1),
+    "kind": ("optimizer", "both", "params"),
+    "precision": (None, BF16),
+    "optimizer": tuple(OPTIMIZERS),
+    "clip": (False, True),
+    "shared": (None, False),
+}
+
+
+def offload_of(kind, folder):
+    places = {"optimizer": folder if kind != "params" else "cpu", "params": None if kind == "optimizer" else folder}
+    return mz.Offload(**places, group_bytes=SMALL)
+
+
+class Wide(torch.nn.Sequential):
+    """Be a model whose parameters, of which one is a number, are cut over several groups."""
+
+    def __init__(self):
+        super().__init__(torch.nn.Linear(5, WIDTH), Unit(WIDTH), Unit(WIDTH), torch.nn.Linear(WIDTH, 3))
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def sharded(world, offload=None, **options):
+    torch.manual_seed(1)
+    return mz.shard(Wide(), world, units={Unit}, offload=offload, **options)
+
+
+def built(model, name, *, offloaded):
+    cls, options = OPTIMIZERS[name]
+    # Two groups, of which one does not decay.
+    matrices = [param for param in model.parameters() if param.dim() > 1]
+    others = [param for param in model.parameters() if param.dim() <= 1]
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    return mz.offloaded(cls, model, groups, **options) if offloaded else cls(groups, **options)
+
+
+def train(model, optimizer, world, steps, *, clip=False, seed=0):
+    generator = torch.Generator().manual_seed(100 * seed + world.rank)
+    for _ in range(steps):
+        model(torch.randn(3, 5, generator=generator)).float().square().sum().backward()
+        if clip:
+            mz.clip_grad_norm_(model, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_equal(model, optimizer, other, other_optimizer):
+    found, expected = mz.full_parameters(other), mz.full_parameters(model)
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    for group, its in zip(optimizer.param_groups, other_optimizer.param_groups, strict=True):
+        for param, twin in zip(group["params"], its["params"], strict=True):
+            state, twins = optimizer.state[param], other_optimizer.state[twin]
+            assert state.keys() == twins.keys()
+            assert [key for key in state if not torch.equal(state[key], twins[key])] == []
+
+
+@pytest.mark.parametrize("case", covering(AXES), ids=lambda case: "-".join(map(str, case.values())))
+def test_the_bits_of_a_run_in_memory(world, tmp_path, case):
+    kind = case["kind"] if case["stage"] == 3 else "optimizer"
+    shared = False if kind != "optimizer" else case["shared"]
+    options = {"stage": case["stage"], "precision": case["precision"], "node_shared": shared}
+    plain = sharded(world, **options)
+    ours = sharded(world, offload_of(kind, tmp_path), **options)
+    optimizers = [built(plain, case["optimizer"], offloaded=False), built(ours, case["optimizer"], offloaded=True)]
+    for model, optimizer in zip((plain, ours), optimizers, strict=True):
+        train(model, optimizer, world, 3, clip=case["clip"])
+    assert_equal(plain, optimizers[0], ours, optimizers[1])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_moves_each_byte_once(world, tmp_path):
+    model = sharded(world, mz.Offload(optimizer=tmp_path, params=tmp_path, group_bytes=SMALL), stage=3, precision=BF16)
+    optimizer = mz.offloaded(torch.optim.AdamW, model, lr=1e-2)
+    train(model, optimizer, world, 1)  # makes the state
+    (file,) = mz.shard.runtime_of(model).spill.files
+    flats = mz.shard.runtime_of(model).flats
+    model(torch.ones(3, 5)).float().sum().backward()
+    before = file.bytes_read, file.bytes_written
+    optimizer.step()
+    numel = sum(flat.master.numel() for flat in flats)
+    slack = 4 * BLOCK * len(optimizer._groups) * len(flats)  # the last blocks of runs
+    assert 12 * numel <= file.bytes_read - before[0] <= 12 * numel + slack
+    assert 14 * numel <= file.bytes_written - before[1] <= 14 * numel + slack
+    assert len(optimizer._groups) > 1 or numel < SMALL // 14
+    assert optimizer.memory <= 3 * (SMALL + slack)
+    before = file.bytes_read
+    with torch.no_grad():  # else the last unit is read again, for backward
+        model(torch.ones(3, 5))
+    assert file.bytes_read - before == 2 * numel
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "both"])
+def test_checkpoints_go_from_and_to_a_disk(world, tmp_path, tmp_path_factory, kind):
+    folder = world.mpi.bcast(str(tmp_path_factory.mktemp("checkpoint")))
+    away = sharded(world, offload_of(kind, tmp_path), stage=3, precision=BF16, node_shared=False)
+    optimizer = mz.offloaded(torch.optim.AdamW, away, lr=1e-2)
+    train(away, optimizer, world, 2)
+    mz.save(f"{folder}/a", away, optimizer)
+    near = sharded(world, stage=1, precision=BF16)
+    theirs = torch.optim.AdamW(near.parameters(), lr=1e-2)
+    mz.load(f"{folder}/a", near, theirs)
+    train(near, theirs, world, 1, seed=1)
+    train(away, optimizer, world, 1, seed=1)
+    assert_equal_whole(near, away)
+    mz.save(f"{folder}/b", near, theirs)
+    back = sharded(world, offload_of(kind, tmp_path), stage=3, precision=BF16, node_shared=False)
+    again = mz.offloaded(torch.optim.AdamW, back, lr=1e-2)
+    mz.load(f"{folder}/b", back, again)
+    for model, its in ((back, again), (near, theirs)):
+        train(model, its, world, 2, seed=2)
+    assert_equal_whole(near, back)
+
+
+def assert_equal_whole(model, other):
+    found, expected = mz.full_parameters(other), mz.full_parameters(model)
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_a_change_by_hand_is_seen(world, tmp_path):
+    model = sharded(world, mz.Offload(optimizer=tmp_path, params=tmp_path), stage=3, precision=BF16)
+    x = torch.ones(3, 5)
+    with torch.no_grad():
+        before = model(x)
+        for param in model.parameters():
+            param.mul_(2)
+        assert not torch.equal(model(x), before)
+    assert torch.equal(mz.full_parameters(model)["scale"], torch.tensor(3.0))
+
+
+def test_frozen_parameters_and_those_without_gradients_stay(world, tmp_path):
+    model = sharded(world, mz.Offload(optimizer=tmp_path), stage=2, precision=BF16)
+    next(iter(model[1].parameters())).requires_grad = False
+    before = mz.full_parameters(model)
+    optimizer = mz.offloaded(torch.optim.AdamW, model, model[0].parameters(), lr=1e-2)
+    train(model, optimizer, world, 2)
+    after = mz.full_parameters(model)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"0.weight", "0.bias"}
+
+
+def test_a_closure(world, tmp_path):
+    model = sharded(world, mz.Offload(optimizer=tmp_path), stage=2)
+    optimizer = mz.offloaded(torch.optim.SGD, model, lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 5)).sum()
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    assert optimizer.step(closure) < first
+
+
+def wrong(world, folder, rank):
+    """Return an `Offload` of a folder that is missing on one rank alone."""
+    return mz.Offload(optimizer=folder / "missing" if world.rank == rank % world.size else folder)
+
+
+def test_a_folder_that_one_rank_lacks(world, tmp_path):
+    with pytest.raises(DiskError, match=f"rank {1 % world.size}: offload path must be a folder that can be written to"):
+        sharded(world, wrong(world, tmp_path, 1), stage=2)
+
+
+@pytest.fixture
+def limit():
+    """Set how many bytes a file of this process may have: as a disk that is full, for everybody to try."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_fills_up(world, tmp_path, limit):
+    """Where the model is moved, and in the middle of the step that makes the state; on one rank alone."""
+    last = world.size - 1
+    said = f"rank {last}: .*could not be taken|rank {last}: .*free bytes must be at least"
+    if world.rank == last:
+        limit(BLOCK)
+    with pytest.raises(DiskError, match=said):
+        sharded(world, mz.Offload(optimizer=tmp_path), stage=2, precision=BF16)
+    limit(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    model = sharded(world, mz.Offload(optimizer=tmp_path), stage=2, precision=BF16)
+    optimizer = mz.offloaded(torch.optim.AdamW, model, lr=1e-2)
+    model(torch.ones(3, 5)).float().sum().backward()
+    if world.rank == last:
+        limit(mz.shard.runtime_of(model).spill.nbytes + BLOCK)
+    with pytest.raises(DiskError, match=said):
+        optimizer.step()
+
+
+def test_a_file_that_is_truncated(world, tmp_path):
+    model = sharded(world, mz.Offload(optimizer=tmp_path), stage=2)
+    optimizer = mz.offloaded(torch.optim.AdamW, model, lr=1e-2)
+    train(model, optimizer, world, 1)
+    model(torch.ones(3, 5)).sum().backward()
+    if world.rank == 0:
+        (file,) = mz.shard.runtime_of(model).spill.files
+        os.truncate(f"/proc/self/fd/{file._file}", BLOCK)
+    with pytest.raises(DiskError, match=r"rank 0: .*: a scratch file must be [\d,]+ bytes long"):
+        optimizer.step()
+
+
+def test_wrong_choices(world, tmp_path):
+    with pytest.raises(ArgumentTypeError, match=r"offload must be an mpizero.Offload or None"):
+        sharded(world, "disk")
+    with pytest.raises(ArgumentError, match="offload must be None at stage 0"):
+        sharded(world, mz.Offload(), stage=0)
+    with pytest.raises(ArgumentError, match=r"Offload.params must be None below stage 3"):
+        sharded(world, mz.Offload(params=tmp_path), stage=2)
+    with pytest.raises(ArgumentError, match="node_shared must be None or False"):
+        sharded(world, mz.Offload(params=tmp_path), node_shared=True)
+    with pytest.raises(ArgumentTypeError, match=r"Offload.optimizer must be None"):
+        mz.Offload(optimizer=3)
+    with pytest.raises(ArgumentError, match=r"Offload.group_bytes must be"):
+        mz.Offload(group_bytes=10)
+    model = sharded(world, stage=2)
+    with pytest.raises(ArgumentError, match="model must be sharded with offload"):
+        mz.offloaded(torch.optim.AdamW, model, lr=1e-2)
+    model = sharded(world, mz.Offload(optimizer=tmp_path), stage=2)
+    with pytest.raises(ArgumentError, match="cls must be element-wise"):
+        mz.offloaded(torch.optim.LBFGS, model)
+    with pytest.raises(ArgumentTypeError, match="cls must be a class of optimizers"):
+        mz.offloaded("AdamW", model)
+    with pytest.raises(ArgumentError, match="params must be this model's"):
+        mz.offloaded(torch.optim.SGD, model, [torch.nn.Parameter(torch.ones(3))], lr=0.1)
