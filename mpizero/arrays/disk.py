@@ -52,6 +52,8 @@ class Scratch:
         self.bytes_written = 0
         self._counting = threading.Lock()
         self._size = 0
+        self._mapped: list[tuple[int, int]] = []
+        """Addresses of what is mapped."""
         try:
             self._file = _nameless(folder)
         except OSError as error:
@@ -109,7 +111,14 @@ class Scratch:
 
     def map(self, start: int, nbytes: int) -> mmap.mmap:
         """Return memory that is a part of the file."""
-        return mmap.mmap(self._file, nbytes, offset=start)
+        made = mmap.mmap(self._file, nbytes, offset=start)
+        begin = np.frombuffer(made, np.uint8).ctypes.data
+        self._mapped.append((begin, begin + nbytes))
+        return made
+
+    def holds(self, address: int) -> bool:
+        """Return whether an address lies in memory that `map` has returned."""
+        return any(start <= address < stop for start, stop in self._mapped)
 
     def expect(self, start: int, nbytes: int) -> None:
         """Have the kernel begin to read a part into the page cache."""

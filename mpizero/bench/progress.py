@@ -38,6 +38,7 @@ class Progress:
         """Start the clocks."""
         self.start = time.perf_counter()
         self.before = mz.stats(self.model).copy()
+        self._disk = self._moved()
         if self.live:
             self._open_bar()
         return self
@@ -64,6 +65,8 @@ class Progress:
         waiting = mz.stats(self.model).since(self.before).wait_seconds / elapsed
         held = mz.memory_report(self.model, self.optimizer).measured.total
         facts = f"loss {mean:.3f}  {self.tokens / elapsed:,.0f} tokens/s  waiting {waiting:.0%}  {mib(held)}/rank"
+        if (moved := self._moved() - self._disk) > 0:
+            facts += f"  disk {mib(moved / self.done)}/step"
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done, facts=facts)
         else:
@@ -78,6 +81,13 @@ class Progress:
         """
         if self.comm.rank == 0 and self.done:
             print("\n".join(["", *self._summary(first, last)]), flush=True)
+
+    def _moved(self) -> int:
+        """Return the bytes that this rank has read from disks and written to them."""
+        from mpizero.shard import runtime_of  # as in `_summary`
+
+        spill = runtime_of(self.model).spill
+        return 0 if spill is None else spill.moved
 
     def _interval(self) -> int:
         """Return every how many steps the ranks meet to average the loss: the same on all of them."""
@@ -119,6 +129,11 @@ class Progress:
         if report.node_shared:
             lines.append(
                 f"    the node holds one copy of the parameters; its {ranks} ranks are charged their part of it"
+            )
+        if report.on_disk:
+            lines.append(
+                f"    {mib(report.on_disk)} more are on disk; {mib((self._moved() - self._disk) / self.done)} of "
+                "them were read or written per step"
             )
         if report.room:
             lines.append(f"    {mib(report.room)} more are room for gradients that wait for their reduction")

@@ -151,6 +151,15 @@ class Spill:
         """Return the bytes of disk that are taken."""
         return sum(file.nbytes for file in self.files)
 
+    @property
+    def moved(self) -> int:
+        """Return the bytes that were read and written so far."""
+        return sum(file.bytes_read + file.bytes_written for file in self.files)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether a tensor's memory is a mapped part of a file."""
+        return any(file.holds(tensor.data_ptr()) for file in self.files)
+
 
 class Source:
     """Be what a rank's part of a flat buffer's full parameters is filled from; see [Note: offloaded parts]."""

@@ -35,6 +35,8 @@ class MemoryReport:
     charged its part of it."""
     device: str
     """Where the model lies: "cpu", or "cuda:0" and the like."""
+    on_disk: int = 0
+    """Bytes of scratch files; what is in them is in no other figure."""
 
 
 def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
@@ -49,15 +51,17 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     """
     runtime = runtime_of(model)
     flats = runtime.flats
-    masters_apart = [flat for flat in flats if flat.trainable and flat.dtype != flat.master_dtype]
+    near = [flat for flat in flats if flat.source.region is None]  # the others' master values are on a disk
+    masters_apart = [flat for flat in near if flat.trainable and flat.dtype != flat.master_dtype]
     held: list[Tensor] = [flat.full for flat in flats if flat.window is None]
-    held += [flat.master for flat in flats if flat not in masters_apart and not (flat.window and flat.aliased)]
+    held += [flat.master for flat in near if flat not in masters_apart and not (flat.window and flat.aliased)]
+    held += [flat.source.working for flat in flats if flat.source.working is not None and flat.window is None]
     shared = sum(flat.full.numel() * flat.full.element_size() / flat.comm.size for flat in flats if flat.window)
     state: list[Tensor] = [flat.master for flat in masters_apart]
     moments = 0
     if optimizer is not None:
         values = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
-        state += values
+        state += [value for value in values if not (runtime.spill is not None and runtime.spill.holds(value))]
         shards = max(1, sum(flat.master.numel() for flat in flats if flat.trainable))
         moments = round(sum(value.numel() for value in values if value.numel() > 1) / shards)
     gradients = [tensor for own in runtime.gradients() for tensor in (own.accumulator, *own.held())]
@@ -70,6 +74,7 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         room=runtime.reductions.room_bytes,
         node_shared=runtime.lifetime.shared,
         device=str(runtime.home.device),
+        on_disk=0 if runtime.spill is None else runtime.spill.nbytes,
     )
 
 

@@ -1,0 +1,84 @@
+"""What a disk carries: large unbuffered reads and writes, as an offloaded optimizer's step makes them."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mpizero.arrays.disk import BLOCK, Region, Scratch, page_aligned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+__all__ = ["PIECE", "DiskSpeed", "measure_disk"]
+
+PIECE = 32 << 20
+"""Bytes of one read or write: a group's, see `Offload.group_bytes`."""
+PIECES = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskSpeed:
+    """Hold one process's bytes per second."""
+
+    read: float
+    write: float
+    both: float
+    """Read and written, each, when both go on at once."""
+    unbuffered: bool
+    """Whether the page cache was passed by."""
+
+
+def measure_disk(folder: Path, *, piece: int = PIECE, pieces: int = PIECES) -> DiskSpeed:
+    """Measure a folder's disk, in a second or a few; leaves nothing behind.
+
+    Args:
+        folder: on the disk.
+        piece: bytes at a time, a multiple of `BLOCK`.
+        pieces: how many of them; so many bytes are taken, twice over.
+
+    Raises:
+        DiskError: if there is no room for it, or no right.
+    """
+    scratch = Scratch(folder)
+    regions = scratch.grow(piece * pieces), scratch.grow(piece * pieces)
+    memories = [page_aligned(piece)[:piece] for _ in regions]
+    for memory in memories:
+        memory[:] = bytes(range(256)) * (piece // 256)
+    for region, memory in zip(regions, memories, strict=True):  # the first writes of a file take longer
+        _write(region, memory, pieces)
+    write = _rate(lambda: _write(regions[0], memories[0], pieces), piece * pieces)
+    for region in regions:
+        region.forget()
+    read = _rate(lambda: _read(regions[0], memories[0], pieces), piece * pieces)
+    with ThreadPoolExecutor(2) as threads:
+
+        def at_once() -> None:
+            jobs = [
+                threads.submit(_read, regions[0], memories[0], pieces),
+                threads.submit(_write, regions[1], memories[1], pieces),
+            ]
+            for job in jobs:
+                job.result()
+
+        both = _rate(at_once, piece * pieces)
+    return DiskSpeed(read=read, write=write, both=both, unbuffered=scratch.unbuffered and piece % BLOCK == 0)
+
+
+def _rate(call: Callable[[], None], nbytes: int) -> float:
+    start = time.perf_counter()
+    call()
+    return nbytes / (time.perf_counter() - start)
+
+
+def _write(region: Region, memory: memoryview, pieces: int) -> None:
+    for number in range(pieces):
+        region.write(memory, number * len(memory))
+
+
+def _read(region: Region, memory: memoryview, pieces: int) -> None:
+    for number in range(pieces):
+        region.read(memory, number * len(memory))
