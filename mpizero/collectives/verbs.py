@@ -132,8 +132,8 @@ def all_gather(
         async_op: whether to return a `Work` at once.
 
     Returns:
-        `out`, or a new array of shape (p * x.shape[0], *x.shape[1:]), with `counts` of shape (their sum,); or a `Work`
-        that gives it.
+        `out`, or a new array of x's shape but p times as long in dimension 0, with `counts` of shape (their sum,); or a
+        `Work` that gives it.
 
     Moves S (p-1)/p bytes per rank for a result of S bytes.
     """

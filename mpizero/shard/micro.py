@@ -38,10 +38,13 @@ def micro_batches(
 ) -> Iterator[Any]:
     """Yield this rank's micro-batches of one step, for a model that was sharded with `exact=True`.
 
+    A step is::
+
         for micro in mpizero.micro_batches(model, batch, 8):
-            loss_of(model, micro).backward()        # the micro-batch's own mean; once, and no optimizer step here
+            loss_of(model, micro).backward()  # the micro-batch's own mean; once, and no optimizer step here
         mpizero.clip_grad_norm_(model, 1.0)
-        optimizer.step(); optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
     After the last backward the shards' `.grad` is the sum over all M micro-batches of all ranks, in one order, divided
     by M, on top of what was there before; until then `.grad` stays as it is. The same M, seed, steps and batches give
