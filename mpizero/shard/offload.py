@@ -157,8 +157,8 @@ class Spill:
         return sum(file.bytes_read + file.bytes_written for file in self.files)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether a tensor's memory is a mapped part of a file."""
-        return any(file.holds(tensor.data_ptr()) for file in self.files)
+        """Return whether a tensor's memory is a mapped part of a file; of one without elements, its storage."""
+        return any(file.holds(tensor.untyped_storage().data_ptr()) for file in self.files)
 
 
 class Source:

@@ -103,6 +103,10 @@ def test_a_step_moves_each_byte_once(world, tmp_path):
     (file,) = mz.shard.runtime_of(model).spill.files
     flats = mz.shard.runtime_of(model).flats
     model(torch.ones(3, 5)).float().sum().backward()
+    report = mz.memory_report(model, optimizer)
+    assert report.on_disk == file.nbytes
+    assert report.measured.parameters == 0 or world.size == 1
+    assert report.measured.optimizer <= 4 * len(optimizer.state)  # the numbers of steps
     before = file.bytes_read, file.bytes_written
     optimizer.step()
     numel = sum(flat.master.numel() for flat in flats)
