@@ -15,7 +15,7 @@ PLUGIN = "mpizero.testing.mpi_pytest"
 NO_TESTS = 5
 FEW = (1, 2, 3, 4)
 """Numbers of ranks in which the tests of tests/torch run that are not marked otherwise."""
-ALONE = ("tests/test_worlds.py", "tests/cli/test_cluster.py")
+ALONE = ("tests/test_worlds.py", "tests/cli/test_cluster.py", "tests/cli/test_slurm.py")
 """Files whose tests share something and so run in one worker of pytest-xdist, one after the other."""
 BESIDE = "tests/test_worlds.py::test_world[1]"
 """The world that takes one core, and so runs beside other tests."""

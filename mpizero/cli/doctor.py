@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mpizero.bench.timing import bus_bandwidth, time_all_reduce
+from mpizero.cli.disk import disk_report
 from mpizero.cli.facts import RankFacts, by_host, rank_facts
 from mpizero.cli.gpu_rows import gpu_rows
-from mpizero.cli.problems import Problem, gpu_problems, host_problems, library_problems, rank_problems
+from mpizero.cli.launchers import launcher_problems
+from mpizero.cli.problems import Problem, gpu_problems, host_problems, job_problems, library_problems, rank_problems
 from mpizero.comm import world
 from mpizero.comm.canary import verdict_of_all
 from mpizero.comm.describe import MpiFacts, describe, launcher_rank
@@ -45,21 +47,29 @@ class Report:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments: it has none, and says how to run it."""
+    """Add the command's argument, and say how to run it."""
+    about = "look at this alone: does the command start ranks of the MPI library that mpi4py loads? For job scripts"
+    parser.add_argument("--launcher", metavar="'srun --mpi=pmix'", help=about)
+    about = "measure this alone: what the disk under a folder carries, and what a step with mpizero.Offload takes there"
+    parser.add_argument("--disk", metavar="PATH", help=about)
     parser.epilog = (
         "Run it as `mpizero doctor` on one machine, or as `mpirun -n N mpizero doctor` to look at a job as it will be. "
         "The exit code is 1 if jobs would fail."
     )
 
 
-def run(_options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Gather the facts of all ranks, time a few all-reduces, print on rank 0; return 1 if jobs would fail."""
+    if options.launcher is not None:
+        return _before_a_job(options.launcher)
+    if options.disk is not None:
+        return disk_report(options.disk)
     try:
         comm = world()
     except (MpiNotFoundError, LaunchError) as error:
         return _alone(error)
     shares = comm.node.board is not None if comm.node.size > 1 else None
-    facts = comm.mpi.gather(rank_facts(comm.rank, shares))
+    facts = comm.mpi.gather(rank_facts(comm.rank, shares, comm.node.size))
     wanted = settings().canary and any(each.gpus for each in facts or ())
     canary = verdict_of_all(comm, wanted=wanted)
     timings = _timings(comm) if comm.size > 1 else []
@@ -69,6 +79,13 @@ def run(_options: argparse.Namespace) -> int:
         _examine(report)
         code = _print(report)
     return int(comm.mpi.bcast(code))
+
+
+def _before_a_job(launcher: str) -> int:
+    """Say whether a launcher fits the MPI library, and start neither; return 1 if jobs would fail."""
+    fits, problems = launcher_problems(launcher)
+    print(f"mpizero doctor: {_problems(problems) if problems else fits}", flush=True)
+    return int(any(problem.fails for problem in problems))
 
 
 def _alone(error: MpiNotFoundError | LaunchError) -> int:
@@ -101,8 +118,11 @@ def _examine(report: Report) -> None:
     if report.mpi is not None:
         report.problems += library_problems(report.mpi)
     report.problems += rank_problems(report.ranks)
-    report.problems += gpu_problems(report.ranks)
-    for host in by_host(report.ranks):
+    hosts = by_host(report.ranks)
+    if report.mpi_error is None:
+        report.problems += job_problems(report.ranks, hosts)
+    report.problems += gpu_problems(report.ranks, hosts)
+    for host in hosts:
         report.problems += host_problems(host)
 
 

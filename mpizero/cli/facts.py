@@ -10,8 +10,8 @@ import socket
 from dataclasses import dataclass
 
 from mpizero import __version__
-from mpizero.comm.gpus import Gpu, allocator, find_gpus, memory_warnings
-from mpizero.comm.launch import cores
+from mpizero.comm.gpus import Gpu, allocator, find_gpus, local_size, memory_warnings
+from mpizero.comm.launch import cores, under_launcher
 from mpizero.settings import settings
 
 __all__ = ["Host", "RankFacts", "by_host", "rank_facts"]
@@ -46,6 +46,15 @@ class RankFacts:
     shares: bool | None = None
     """Whether the ranks of its host map memory together; None for a rank that is alone on its host."""
 
+    started: int | None = None
+    """How many ranks its launcher says that it started on this host; None where it does not say."""
+
+    joined: int = 1
+    """How many ranks the MPI library says share this one's memory, itself among them."""
+
+    claimed: int | None = None
+    """How many ranks its launcher says that the job has; None outside of a job."""
+
     gpus: tuple[Gpu, ...] = ()
     """Those that this process sees."""
 
@@ -69,12 +78,13 @@ class Host:
         return len({core for facts in self.ranks for core in facts.bound_to})
 
 
-def rank_facts(rank: int, shares: bool | None = None) -> RankFacts:  # noqa: FBT001  (a fact, not a switch)
+def rank_facts(rank: int, shares: bool | None = None, joined: int = 1) -> RankFacts:  # noqa: FBT001  (facts)
     """Return the facts of this process, which is `rank`; loads torch, and CuPy where there is a driver, if installed.
 
     Args:
         rank: its number.
         shares: whether it maps memory together with the other ranks of its host; None without such.
+        joined: how many ranks the MPI library puts on its host.
     """
     version, threads = _torch()
     gpus, no_gpu = find_gpus()
@@ -89,6 +99,9 @@ def rank_facts(rank: int, shares: bool | None = None) -> RankFacts:  # noqa: FBT
         threads_chosen=settings().threads is not None,
         shm_free=_shm_free(),
         shares=shares,
+        started=local_size(),
+        joined=joined,
+        claimed=under_launcher(),
         gpus=gpus,
         no_gpu=no_gpu,
         gpu_warnings=tuple(memory_warnings(pool=allocator())) if gpus else (),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mpizero.cli.facts import Host, RankFacts
     from mpizero.comm.describe import MpiFacts
 
-__all__ = ["Problem", "gpu_problems", "host_problems", "library_problems", "rank_problems"]
+__all__ = ["Problem", "gpu_problems", "host_problems", "job_problems", "library_problems", "rank_problems"]
 
 SMALL_SHM = 64 << 20
 """Bytes of /dev/shm that a container has by default, too few for the buffers that ranks of a host share."""
@@ -62,6 +62,43 @@ def host_problems(host: Host) -> Iterator[Problem]:
         )
 
 
+def job_problems(facts: list[RankFacts], hosts: list[Host]) -> Iterator[Problem]:
+    """Find where the launcher, the MPI library and the hosts' names tell different stories of who is where.
+
+    Args:
+        facts: those of all ranks.
+        hosts: the same ranks by the names of their hosts.
+    """
+    first = facts[0]
+    if len(facts) > 1 and first.claimed is not None and len(facts) < first.claimed:
+        yield Problem(
+            text=f"the launcher says that the job has {first.claimed} ranks, the MPI library {len(facts)}: it is "
+            "several jobs, each of which would train alone",
+            remedy="start one mpirun for all hosts, not one per host (not `srun mpirun`), or srun itself",
+            fails=True,
+        )
+    apart = [each.rank for each in facts if each.started is not None and each.joined < each.started]
+    if apart:
+        each = facts[apart[0]]
+        yield Problem(
+            text=f"{each.host}: the launcher started {each.started} ranks on it, of which the MPI library shows rank "
+            f"{each.rank} only {each.joined} (so on rank {ranges(apart)}): they are hidden from each other, and share "
+            "neither memory nor copies of the parameters",
+            remedy="let containers of a host share it: one container for all its ranks, or --ipc=host --pid=host "
+            "--uts=host (Docker, Podman); Apptainer without --containall, --ipc, --pid and --uts",
+            fails=False,
+        )
+    named = [host for host in hosts if max(each.joined for each in host.ranks) > len(host.ranks)]
+    if named and not apart:
+        yield Problem(
+            text="ranks that share memory say that they are on different hosts: "
+            f"{', '.join(host.name for host in named)}",
+            remedy="give containers of one host its name (Docker, Podman: --uts=host): cores and GPUs are divided by "
+            "names",
+            fails=False,
+        )
+
+
 def rank_problems(facts: list[RankFacts]) -> Iterator[Problem]:
     """Find in what the ranks differ that have to be alike, and what they lack."""
     for index, name in enumerate(("mpizero", "Python", "torch")):
@@ -84,8 +121,13 @@ def rank_problems(facts: list[RankFacts]) -> Iterator[Problem]:
         )
 
 
-def gpu_problems(facts: list[RankFacts]) -> Iterator[Problem]:
-    """Find what makes communication of GPU memory slow or unsafe; a text that several ranks have is said once."""
+def gpu_problems(facts: list[RankFacts], hosts: list[Host] | None = None) -> Iterator[Problem]:
+    """Find what makes communication of GPU memory slow or unsafe; a text that several ranks have is said once.
+
+    Args:
+        facts: those of all ranks.
+        hosts: the same ranks by host, for whether there is a GPU for each.
+    """
     found: dict[tuple[str, str], list[int]] = {}
     for each in facts:
         for warning in each.gpu_warnings:
@@ -93,6 +135,26 @@ def gpu_problems(facts: list[RankFacts]) -> Iterator[Problem]:
     for (text, remedy), ranks in found.items():
         where = "" if len(ranks) == len(facts) else f" (on rank {ranges(ranks)})"
         yield Problem(text=f"{text}{where}", remedy=remedy, fails=False)
+    if any(each.gpus for each in facts):
+        for host in hosts or ():
+            yield from _too_few_gpus(host)
+
+
+def _too_few_gpus(host: Host) -> Iterator[Problem]:
+    count = len(host.ranks)
+    seen = len({gpu.bus for each in host.ranks for gpu in each.gpus})
+    without = [each.rank for each in host.ranks if not each.gpus]
+    ask = (
+        f"ask for {count} GPUs per node (Slurm: --gpus-per-node={count} --gpu-bind=none; PBS: ngpus={count}; LSF: -gpu "
+    )
+    ask += f"num={count})"
+    if without:
+        why = next(each.no_gpu for each in host.ranks if not each.gpus)
+        text = f"{host.name}: rank {ranges(without)} sees no GPU, while others do ({why}): it cannot train on one"
+        yield Problem(text=text, remedy=ask, fails=True)
+    elif seen < count:
+        text = f"{host.name}: {count} ranks have {seen} GPU{'s' * (seen > 1)}, so that several compute on one in turns"
+        yield Problem(text=text, remedy=f"{ask}, or start {seen} rank{'s' * (seen > 1)} on it", fails=False)
 
 
 def library_problems(mpi: MpiFacts) -> Iterator[Problem]:

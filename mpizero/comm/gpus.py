@@ -23,7 +23,16 @@ from mpizero.errors import LaunchError, must_be
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["Gpu", "allocator", "choose_device", "choose_gpu", "find_gpus", "local_rank", "memory_warnings"]
+__all__ = [
+    "Gpu",
+    "allocator",
+    "choose_device",
+    "choose_gpu",
+    "find_gpus",
+    "local_rank",
+    "local_size",
+    "memory_warnings",
+]
 
 # Those of mpirun and its like before Slurm's: in a batch script SLURM_LOCALID is 0, and mpirun's ranks inherit it.
 LOCAL_RANK_VARIABLES = (
@@ -74,6 +83,20 @@ def local_rank(variables: Mapping[str, str] | None = None) -> int | None:
     names = [name for name in LOCAL_RANK_VARIABLES if name != "SLURM_LOCALID" or STEP in variables]
     ranks = (variables.get(name, "") for name in names)
     return next((int(rank) for rank in ranks if rank.isdecimal()), None)
+
+
+def local_size(variables: Mapping[str, str] | None = None) -> int | None:
+    """Return how many ranks the launcher has started on this host, None where it does not say.
+
+    Needs no MPI.
+
+    Args:
+        variables: the environment to look at, `os.environ` by default.
+    """
+    variables = os.environ if variables is None else variables
+    # Slurm's 4(x2) is 4 on both hosts; of 4,2 it is not known here which is this one's.
+    sizes = (re.fullmatch(r"(\d+)(\(x\d+\))?", variables.get(name, "")) for name in LOCAL_SIZE_VARIABLES)
+    return next((int(size.group(1)) for size in sizes if size), None)
 
 
 def choose_device(count: int, variables: Mapping[str, str] | None = None, *, why_none: str = "") -> int:
@@ -215,7 +238,7 @@ def _hidden_gpus(variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         )
         if re.search(shows, variables.get(name, ""))
     ]
-    if len(visible) == 1 and asked and _local_size(variables) != 1:
+    if len(visible) == 1 and asked and local_size(variables) != 1:
         text = (
             f"CUDA_VISIBLE_DEVICES={visible[0]} with {', '.join(asked)}: each rank sees its own GPU alone, so that "
             "ranks of a host cannot load each other's memory"
@@ -224,11 +247,6 @@ def _hidden_gpus(variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             text,
             "ask Slurm for --gpus-per-node=N with --gpu-bind=none, and call mpizero.choose_gpu() in the script",
         )
-
-
-def _local_size(variables: Mapping[str, str]) -> int | None:
-    sizes = (re.match(r"\d+", variables.get(name, "")) for name in LOCAL_SIZE_VARIABLES)
-    return next((int(size.group()) for size in sizes if size), None)
 
 
 def _ucx(variables: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -33,7 +33,9 @@ __all__ = [
     "cores",
     "environment",
     "find_launcher",
+    "launcher_at",
     "mixed_launch_message",
+    "srun_type",
     "under_launcher",
     "vendor_of_library",
     "vendor_of_text",
@@ -67,6 +69,15 @@ FAMILIES = {
     "openmpi": "openmpi",
     "spectrum": "openmpi",
 }
+SRUN_TYPES = {
+    "cray": "cray_shasta",
+    "intel": "pmi2",
+    "mpich": "pmi2",
+    "mvapich": "pmi2",
+    "openmpi": "pmix",
+    "spectrum": "pmix",
+}
+"""The plugin of Slurm that speaks a library's wire-up protocol, as `srun --mpi=` has it."""
 
 # Most telling first. SLURM_NTASKS is not among them: salloc's shell has it too, where only one process runs.
 SIZE_VARIABLES = (
@@ -144,12 +155,29 @@ def find_launcher(python: str = sys.executable) -> Launcher:
         MpiNotFoundError: where neither has an mpirun or mpiexec that answers `--version`.
     """
     for path in _candidates(python):
-        text = _version_text(path)
-        if text:
-            found = re.search(r"\d+\.\d+[\w.]*", text)
-            return Launcher(path=path, vendor=vendor_of_text(text), version=found.group() if found else "")
+        found = launcher_at(path)
+        if found is not None:
+            return found
     text = f"no mpirun or mpiexec was found beside {python} or on PATH: {HOW_TO_GET_MPI}"
     raise MpiNotFoundError(text)
+
+
+def launcher_at(path: str) -> Launcher | None:
+    """Return the launcher that lies there, None where it does not answer `--version`."""
+    text = _version_text(path)
+    if not text:
+        return None
+    found = re.search(r"\d+\.\d+[\w.]*", text)
+    return Launcher(path=path, vendor=vendor_of_text(text), version=found.group() if found else "")
+
+
+def srun_type(vendor: str) -> str | None:
+    """Return the `--mpi=` of srun with which ranks of a library find each other, None for an unknown library.
+
+    Args:
+        vendor: a key of NAMES, or "unknown".
+    """
+    return SRUN_TYPES.get(vendor)
 
 
 def check_pair(launcher: Launcher, library: tuple[str, str]) -> None:
@@ -217,12 +245,26 @@ def under_launcher(variables: Mapping[str, str] | None = None) -> int | None:
     return next((int(size) for size in sizes if size.isdecimal()), None)
 
 
-def mixed_launch_message(claimed: int, library_text: str) -> str:
-    """Return the error for a rank that MPI says is alone while its launcher says that it is one of several."""
+def mixed_launch_message(claimed: int, library_text: str, variables: Mapping[str, str] | None = None) -> str:
+    """Return the error for a rank that MPI says is alone while its launcher says that it is one of several.
+
+    Args:
+        claimed: how many ranks the launcher says that there are.
+        library_text: the MPI library's version text.
+        variables: the environment, which tells which launcher it was; `os.environ` by default.
+    """
+    variables = os.environ if variables is None else variables
+    wanted = srun_type(vendor_of_text(library_text))
     remedy = (
         "the job was started by the launcher of another MPI, or by an srun without its support; start it with the "
         "mpirun of this library (`mzrun` finds it), or under Slurm with `srun --mpi=pmix` or `--mpi=pmi2`"
     )
+    if wanted is not None and "SLURM_STEP_NUM_TASKS" in variables and "OMPI_COMM_WORLD_SIZE" not in variables:
+        plugin = variables.get("SLURM_MPI_TYPE", "none")
+        remedy = (
+            f"srun started the ranks with --mpi={plugin}, which this library does not speak; write "
+            f"`srun --mpi={wanted}` if `srun --mpi=list` shows {wanted}, else the library's mpirun in its place"
+        )
     rule = f"{claimed}, as the launcher says, in the MPI library that mpi4py loads, {_headline(library_text)}"
     return must_be("the number of ranks", rule, 1, remedy)
 

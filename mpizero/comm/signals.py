@@ -49,9 +49,9 @@ class StopSignal:
 def stop_signal() -> StopSignal:
     """Return what remembers SIGUSR1. The first call installs the handlers, the later ones give the same object.
 
-    SIGUSR1 is noted, and ends the rank no more. SIGTERM ends it as before, after a line on stderr that has the rank,
-    the host, and where in the program it was; see [Note: last words]. A signal for which the program has a handler, or
-    which it ignores, is left to it.
+    SIGUSR1 is noted, and ends the rank no more; one that hpc/bind.sh has held back since the start comes now. SIGTERM
+    ends it as before, after a line on stderr that has the rank, the host, and where in the program it was; see [Note:
+    last words]. A signal for which the program has a handler, or which it ignores, is left to it.
 
     Raises:
         ArgumentError: if the first call is not made in the main thread, which alone may install handlers.
@@ -64,6 +64,7 @@ def stop_signal() -> StopSignal:
     stop = StopSignal()
     if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         LastWords().install()
     return stop

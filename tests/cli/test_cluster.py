@@ -14,33 +14,19 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from helpers.hosts import why_not
 
 from mpizero.comm.launch import vendor_of_library
 
 ROOT = Path(__file__).parents[2]
 LINE = [sys.executable, str(ROOT / "bin" / "cluster")]
-PARTS = "ip link add br0 type bridge && ip link add ve0 type veth peer name ve1 && tc qdisc add dev ve0 root tbf"
 LIMIT = "60"
 """Seconds after which a job hangs for sure."""
 
 
-def why_not():
-    """Return why no hosts can be had here, "" where they can; all that is tried goes with its namespace."""
-    if sys.platform != "linux" or os.geteuid() != 0:
-        return "needs root of a Linux"
-    missing = [program for program in ("ip", "tc", "nsenter", "unshare", "mount") if not shutil.which(program)]
-    if missing:
-        return f"needs {', '.join(missing)} (iproute2, util-linux)"
-    line = ["unshare", "--net", "--uts", "--mount", "sh", "-c", f"{PARTS} rate 1gbit burst 100kb latency 50ms"]
-    tried = subprocess.run(line, capture_output=True, text=True, check=False, timeout=30)
-    if tried.returncode:
-        return f"no namespaces, bridges, veth or tbf here: {tried.stderr.strip()}"
-    return "" if vendor_of_library()[0] == "openmpi" else "needs Open MPI, whose agent enters hosts"
-
-
 @pytest.fixture(scope="module")
 def able():
-    reason = why_not()
+    reason = why_not() or ("" if vendor_of_library()[0] == "openmpi" else "needs Open MPI, whose agent enters hosts")
     if reason:
         pytest.skip(reason)
 

@@ -13,7 +13,8 @@ from mpizero.bench.timing import bus_bandwidth
 from mpizero.cli.doctor import node_shared
 from mpizero.cli.facts import RankFacts, by_host
 from mpizero.cli.gpu_rows import gpu_rows
-from mpizero.cli.problems import gpu_problems, host_problems, library_problems, rank_problems
+from mpizero.cli.launchers import srun_problem
+from mpizero.cli.problems import gpu_problems, host_problems, job_problems, library_problems, rank_problems
 from mpizero.comm.describe import MpiFacts
 from mpizero.comm.gpus import Gpu
 from mpizero.comm.launch import vendor_of_library
@@ -247,6 +248,154 @@ def test_gpu_warnings_of_several_ranks_are_said_once():
         ("a", "b", False),
         ("c (on rank 0)", "d", False),
     ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text", "remedy", "fails"),
+    [
+        (
+            [facts(r, gpus=H200) for r in range(3)],
+            "a: 3 ranks have 2 GPUs, so that several",
+            "--gpus-per-node=3",
+            False,
+        ),
+        ([facts(r, gpus=H200[:1]) for r in range(2)], "a: 2 ranks have 1 GPU, so that", "or start 1 rank on it", False),
+        (
+            [facts(0, gpus=H200), facts(1, gpus=H200), facts(2, host="b", no_gpu="CUDA finds none")],
+            "b: rank 2 sees no GPU, while others do (CUDA finds none)",
+            "ask for 1 GPUs per node",
+            True,
+        ),
+    ],
+)
+def test_too_few_gpus(ranks, text, remedy, fails):
+    (problem,) = gpu_problems(ranks, by_host(ranks))
+    assert text in problem.text
+    assert remedy in problem.remedy
+    assert problem.fails is fails
+
+
+def test_ranks_without_any_gpu_and_a_gpu_for_each_are_no_problem():
+    for ranks in ([facts(0), facts(1)], [facts(0, gpus=H200), facts(1, gpus=H200), facts(2, host="b", gpus=H200)]):
+        assert list(gpu_problems(ranks, by_host(ranks))) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text", "remedy", "fails"),
+    [
+        (
+            [facts(0, claimed=4, joined=2), facts(1, claimed=4, joined=2)],
+            "the launcher says that the job has 4 ranks, the MPI library 2: it is several jobs",
+            "not `srun mpirun`",
+            True,
+        ),
+        (
+            [facts(r, started=2, joined=1, claimed=2) for r in range(2)],
+            "a: the launcher started 2 ranks on it, of which the MPI library shows rank 0 only 1 (so on rank 0-1)",
+            "--ipc=host",
+            False,
+        ),
+        (
+            [facts(0, joined=2), facts(1, host="b", joined=2)],
+            "ranks that share memory say that they are on different hosts: a, b",
+            "--uts=host",
+            False,
+        ),
+    ],
+)
+def test_ranks_that_are_hidden_from_each_other(ranks, text, remedy, fails):
+    (problem,) = job_problems(ranks, by_host(ranks))
+    assert text in problem.text
+    assert remedy in problem.remedy
+    assert problem.fails is fails
+
+
+def test_a_job_that_all_tell_alike_has_no_problem():
+    ranks = [facts(r, claimed=3, started=2, joined=2) for r in range(2)]
+    ranks += [facts(2, host="b", claimed=3, started=1)]
+    assert list(job_problems(ranks, by_host(ranks))) == []
+    assert list(job_problems([facts(0)], by_host([facts(0)]))) == []
+
+
+ALL = ["none", "pmi2", "pmix", "cray_shasta"]
+
+
+@pytest.mark.parametrize(
+    ("line", "vendor", "library", "types", "remedy"),
+    [
+        ("srun --mpi=pmi2", "openmpi", "Open MPI v5.0.11", ALL, "write `srun --mpi=pmix`"),
+        ("srun --mpi=none", "openmpi", "Open MPI v4.1.2", ALL, "write `srun --mpi=pmix`"),
+        ("srun --mpi none", "mpich", "MPICH 5.0.2", ALL, "write `srun --mpi=pmi2`"),
+        ("srun --mpi=cray_shasta", "intel", "Intel(R) MPI 2021.18", ALL, "write `srun --mpi=pmi2`"),
+        ("srun --mpi=none", "cray", "CRAY MPICH 8.1", ALL, "write `srun --mpi=cray_shasta`"),
+        (
+            "srun --mpi=none",
+            "openmpi",
+            "Open MPI v5.0.11",
+            ["none", "pmi2"],
+            "with the mpirun of Open MPI (MPIZERO_LAUNCHER",
+        ),
+        ("srun --mpi=pmix", "openmpi", "Open MPI v5.0.11", ["none", "pmi2"], "this Slurm has no pmix: start the ranks"),
+        ("srun --mpi=pmi2", "openmpi", "Open MPI v5.0.11", [], "write `srun --mpi=pmix`"),
+    ],
+)
+def test_a_type_of_srun_that_a_library_does_not_speak(line, vendor, library, types, remedy):
+    problem = srun_problem(line.split(), vendor, library, types)
+    assert remedy in problem.remedy
+    assert problem.fails
+
+
+@pytest.mark.parametrize(
+    ("line", "vendor", "library", "types"),
+    [
+        ("srun --mpi=pmix", "openmpi", "Open MPI v5.0.11", ALL),
+        ("srun --mpi=pmix_v4", "openmpi", "Open MPI v5.0.11", ALL),
+        ("srun --mpi=pmi2", "openmpi", "Open MPI v4.1.2", ALL),
+        ("srun --mpi=pmi2", "mpich", "MPICH 5.0.2", ALL),
+        ("srun --mpi=pmix", "mpich", "MPICH 5.0.2", ALL),
+        ("srun --mpi=cray_shasta", "cray", "CRAY MPICH 8.1", ALL),
+        ("srun --mpi=none", "unknown", "something", ALL),
+    ],
+)
+def test_a_type_of_srun_that_may_work(line, vendor, library, types):
+    assert srun_problem(line.split(), vendor, library, types) is None
+
+
+def test_srun_without_a_type_means_the_default_of_the_environment(monkeypatch):
+    monkeypatch.setenv("SLURM_MPI_TYPE", "pmix")
+    assert srun_problem(["srun"], "openmpi", "Open MPI v5.0.11", ALL) is None
+    monkeypatch.setenv("SLURM_MPI_TYPE", "none")
+    assert "srun --mpi=none does not" in srun_problem(["srun"], "openmpi", "Open MPI v5.0.11", ALL).text
+
+
+def test_a_launcher_is_judged_before_a_job(tmp_path):
+    done = run(*DOCTOR, "--launcher", "mpirun -x A")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(r"mpizero doctor: mpirun -x A starts ranks of .*, as far as can be told\n", done.stdout)
+    other = "HYDRA build details: Version: 9.9" if vendor_of_library()[0] == "openmpi" else "mpirun (Open MPI) 9.9"
+    program = tmp_path / "mpiexec"
+    program.write_text(f"#!/bin/sh\necho '{other}'\n")
+    program.chmod(0o755)
+    done = run(*DOCTOR, "--launcher", str(program))
+    assert done.returncode == 1
+    assert "launcher must be of the MPI whose library mpi4py loads" in done.stdout
+    missing = run(*DOCTOR, "--launcher", "mpirun-of-mars")
+    assert missing.returncode == 1
+    assert "the launcher mpirun-of-mars is not found" in missing.stdout
+    assert "GPUs" not in missing.stdout
+    assert run(*DOCTOR, "--launcher", " ").returncode == 2
+
+
+def test_without_a_module_the_launcher_is_not_even_looked_at(tmp_path):
+    package = tmp_path / "mpi4py"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "MPI.py").write_text("raise RuntimeError('cannot load MPI library')")
+    done = run(*DOCTOR, "--launcher", "mpirun", path=tmp_path)
+    assert done.returncode == 1
+    assert "no MPI library could be loaded" in done.stdout
+    assert "load the site's MPI module" in done.stdout
+    assert "hpc/site/NAME.sh" in done.stdout
 
 
 def test_a_wrong_override_is_refused():

@@ -11,6 +11,7 @@ import pytest
 from mpizero.arrays import disk
 from mpizero.arrays.disk import BLOCK, Scratch, page_aligned
 from mpizero.bench.disk import measure_disk
+from mpizero.cli import main
 from mpizero.cli.disk import disk_text
 from mpizero.errors import DiskError
 from mpizero.optim.streaming import CUT, Array, Stream, groups_of
@@ -125,6 +126,12 @@ def test_groups_hold_every_element_once(tmp_path):
     for flat in flats:
         found = torch.from_numpy(flat.region.array()).view(torch.float32)
         assert torch.equal(found, 2.0 * torch.arange(flat.master.numel()))
+
+
+def test_doctor_says_what_is_no_folder(tmp_path, capsys):
+    assert main(["doctor", "--disk", str(tmp_path / "missing")]) == 1
+    assert "rank 0 on" in (said := capsys.readouterr().out)
+    assert "must be a folder that can be written to" in said
 
 
 def test_a_speed_is_measured_and_shown(tmp_path):

@@ -229,3 +229,17 @@ def test_warnings_of_cupys_allocator(pool):
 )
 def test_no_warning_without_a_reason(variables):
     assert memory_warnings(variables, pool="MemoryPool") == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "size"),
+    [
+        ({}, None),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, 2),
+        ({"PALS_LOCAL_SIZE": "3"}, 3),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4,2"}, None),
+    ],
+)
+def test_local_size(variables, size):
+    assert gpus.local_size(variables) == size

@@ -186,3 +186,23 @@ def test_k18_message_inside_a_running_job():
     assert said.startswith("the number of ranks must be 4, as the launcher says, in the MPI library")
     assert "MPICH 5.0.2 (got 1)" in said
     assert "mzrun" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "variables", "said"),
+    [
+        ("MPICH Version: 5.0.2", {}, "srun started the ranks with --mpi=none"),
+        ("MPICH Version: 5.0.2", {}, "write `srun --mpi=pmi2`"),
+        (
+            "Open MPI v5.0.11",
+            {"SLURM_MPI_TYPE": "pmi2"},
+            "with --mpi=pmi2, which this library does not speak; write `srun",
+        ),
+        ("Open MPI v5.0.11", {"SLURM_MPI_TYPE": "pmi2"}, "--mpi=pmix` if `srun --mpi=list` shows pmix"),
+        ("CRAY MPICH version 8.1", {}, "write `srun --mpi=cray_shasta`"),
+        ("Open MPI v5.0.11", {"OMPI_COMM_WORLD_SIZE": "4"}, "the launcher of another MPI"),
+        ("a library of mars", {}, "the launcher of another MPI"),
+    ],
+)
+def test_k18_message_of_ranks_that_srun_started(text, variables, said):
+    assert said in launch.mixed_launch_message(4, text, {"SLURM_STEP_NUM_TASKS": "4", **variables})
