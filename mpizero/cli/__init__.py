@@ -21,6 +21,7 @@ COMMANDS = {
     "checkpoint": "look into a checkpoint, write it for other tools, or import theirs",
     "doctor": "show what mpizero finds on this machine or in this job, and what is wrong with it",
     "explain": "say which algorithm a collective would take, and why",
+    "plan": "reckon what a model takes and costs at each stage, and which stage fits",
     "plot": "draw results of bin/*_perf: time, bus bandwidth, speed-up over the MPI library",
     "report": "say from the ranks' flight records what a job died of, or what it does now",
     "simulate": "reckon what a collective costs on a cluster, without one",

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpizero.comm.waiting import drive, goes_on, tell_late
 from mpizero.comm.watch import LOOK, look_around
+from mpizero.errors import CollectiveError, CollectiveTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -111,6 +112,10 @@ class Work:
             self._then()
         return self._result
 
+    def fail(self, error: BaseException) -> None:
+        """End it with an error before it has begun."""
+        self._finish(error)
+
     def advance(self) -> bool:
         """Go on as far as possible without blocking; return whether anything moved. For whoever drives the queue."""
         try:
@@ -199,7 +204,7 @@ class Queue:
                 self._remove_first()
 
     def advance(self) -> bool:
-        """Advance the first job; after a failure those behind it go on, and wait in vain if the wire is broken."""
+        """Advance the first job; after a failure those behind it go on, unless it was a time-out."""
         if not self.jobs:
             return False
         work = self.jobs[0]
@@ -211,6 +216,13 @@ class Queue:
     def _remove_first(self) -> None:
         work = self.jobs.popleft()
         self.failure = self.failure or work.error
+        while self.jobs and isinstance(work.error, CollectiveTimeoutError):
+            # The wire is broken: each of them would wait in vain for as long again, and whoever waits for the last one
+            # would hear of it after the sum.
+            text = (
+                f"an earlier collective on the communicator was given up, which this one had to wait for: {work.error}"
+            )
+            self.jobs.popleft().fail(CollectiveError(text))
 
 
 class _Engine:

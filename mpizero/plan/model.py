@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from mpizero.errors import ArgumentError, must_be
 
-__all__ = ["ModelShape", "UnitShape", "transformer"]
+__all__ = ["ModelShape", "UnitShape", "equal_units", "transformer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,10 @@ class UnitShape:
     flops: float
     """Floating-point operations of the forward pass for one token, a multiplication and an addition being two; the
     backward pass has twice as many."""
+    kept: frozenset[str] = frozenset()
+    """Names of the parameters that stay in the model's own precision; see `mpizero.Precision.keep_fp32`."""
+    frozen: frozenset[str] = frozenset()
+    """Names of the parameters that are not trained."""
 
     @property
     def numel(self) -> int:
@@ -78,3 +83,28 @@ def transformer(layers: int, width: int, *, vocabulary: int = 0, context: int = 
     ]
     root = UnitShape(name="", parameters=tuple(pair for pair in outer if pair[1][0]), flops=2.0 * vocabulary * width)
     return ModelShape(name=f"transformer of {layers} layers, width {width}", units=(*blocks, root))
+
+
+def equal_units(numel: int, units: int) -> ModelShape:
+    """Return a model of which only the number of parameters is known, cut into equal units; the root has none.
+
+    Args:
+        numel: parameters; each takes part in one multiplication and addition per token.
+        units: into how many units.
+
+    Raises:
+        ArgumentError: for a number below 1, or more units than parameters.
+    """
+    for what, value in (("parameters", numel), ("units", units)):
+        if value < 1:
+            raise ArgumentError(must_be(what, "at least 1", value))
+    if units > numel:
+        raise ArgumentError(must_be("units", f"at most the number of parameters, {numel}", units))
+    cuts = [numel * unit // units for unit in range(units + 1)]
+    sizes = [stop - start for start, stop in pairwise(cuts)]
+    made = [
+        UnitShape(name=f"units.{unit}", parameters=(("weight", (size,)),), flops=2.0 * size)
+        for unit, size in enumerate(sizes)
+    ]
+    root = UnitShape(name="", parameters=(), flops=0.0)
+    return ModelShape(name=f"{units} equal units", units=(*made, root))
