@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["FORMATS", "Picture", "draw", "pictures_of"]
+__all__ = ["FORMATS", "Picture", "draw", "matplotlib", "pictures_of"]
 
 FORMATS = (".png", ".svg")
 FIXED = {"native": ("#222222", "s"), "mpi4py": ("#8a8a8a", "D"), "gloo": ("#a0522d", "X")}
@@ -59,7 +59,7 @@ def draw(picture: Picture, target: Path) -> None:
     Raises:
         MpiZeroError: without matplotlib.
     """
-    plt = _matplotlib()
+    plt = matplotlib()
     series = _series(picture.rows)
     styles = _styles(series)
     panels = [_draw_times, _draw_bandwidth]
@@ -77,7 +77,8 @@ def draw(picture: Picture, target: Path) -> None:
     plt.close(figure)
 
 
-def _matplotlib() -> Any:
+def matplotlib() -> Any:
+    """Return matplotlib's pyplot, which draws without a screen; raise MpiZeroError where it is not installed."""
     try:
         import matplotlib as mpl
     except ImportError as error:

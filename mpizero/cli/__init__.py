@@ -24,11 +24,14 @@ COMMANDS = {
     "plan": "reckon what a model takes and costs at each stage, and which stage fits",
     "plot": "draw results of bin/*_perf: time, bus bandwidth, speed-up over the MPI library",
     "report": "say from the ranks' flight records what a job died of, or what it does now",
-    "simulate": "reckon what a collective costs on a cluster, without one",
+    "simulate": "reckon what a collective or a training step costs on a cluster, without one",
     "tune": "measure which algorithm is the quickest at each size; auto follows the result",
     "verify": "train a small model at every stage and check that all give the same bits",
 }
 """Each subcommand, which is also its module's name, with its line of help."""
+
+SECOND = {"simulate train": "simulate_train"}
+"""Words that make another command of a subcommand, with the module that it then is."""
 
 FAILED = 1
 BAD_USAGE = 2
@@ -49,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = next((word for word in words if word in COMMANDS), None)
     module = None
     if name is not None:
-        module = import_module(f"mpizero.cli.{name}")
+        after = " ".join(words[words.index(name) :][:2])
+        module = import_module(f"mpizero.cli.{SECOND.get(after, name)}")
         module.configure(subparsers[name])
     options = parser.parse_args(words)
     if module is None:

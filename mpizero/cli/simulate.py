@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-__all__ = ["configure", "run"]
+__all__ = ["configure", "one_of", "pair_of", "run"]
 
 SCHEMA = 1
 PLACEMENTS = ("block", "round-robin")
@@ -42,7 +42,7 @@ class Question:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments, all as text: `run` checks them."""
-    parser.add_argument("operation", help=", ".join(OPERATIONS))
+    parser.add_argument("operation", help=f"{', '.join(OPERATIONS)}; or train: see mpizero simulate train --help")
     for flag, default, text in (
         ("--ranks", None, "number of ranks"),
         ("--per-node", "8", "ranks on a node"),
@@ -92,13 +92,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _question(options: argparse.Namespace) -> Question:
-    operation = _one_of("operation", options.operation, tuple(OPERATIONS))
+    operation = one_of("operation", options.operation, tuple(OPERATIONS))
     known = tuple(entry.name for entry in algorithms_of(operation))
     words = known if options.algorithm == ALL else tuple(dict.fromkeys(options.algorithm.split(",")))
     size = count_of("--ranks", options.ranks)
     per_node = count_of("--per-node", options.per_node)
-    spread = _one_of("--placement", options.placement, PLACEMENTS) != PLACEMENTS[0]
-    latency, rate = (_pair(f"--{name}", vars(options)[name], parse) for name, parse in
+    spread = one_of("--placement", options.placement, PLACEMENTS) != PLACEMENTS[0]
+    latency, rate = (pair_of(f"--{name}", vars(options)[name], parse) for name, parse in
                      (("alpha", seconds_of), ("beta", per_byte_of)))  # fmt: skip
     local, remote = (Link(alpha=seconds, beta=per_byte) for seconds, per_byte in zip(latency, rate, strict=True))
     root = count_of("--root", options.root, 0)
@@ -106,7 +106,7 @@ def _question(options: argparse.Namespace) -> Question:
         raise ArgumentError(must_be("--root", f"a rank, 0 to {size - 1}", root))
     return Question(
         operation=operation,
-        algorithms=tuple(_one_of("--algorithm", word, (*known, ALL)) for word in words),
+        algorithms=tuple(one_of("--algorithm", word, (*known, ALL)) for word in words),
         cluster=Cluster(
             size=size,
             nodes=place(size, per_node, round_robin=spread),
@@ -120,17 +120,18 @@ def _question(options: argparse.Namespace) -> Question:
         nbytes=size_of("--bytes", options.bytes),
         root=root,
         pieces=count_of("--pieces", options.pieces),
-        dtype=_one_of("--dtype", options.dtype, tuple(WIDTHS)),
+        dtype=one_of("--dtype", options.dtype, tuple(WIDTHS)),
     )
 
 
-def _one_of(what: str, word: str, known: tuple[str, ...]) -> str:
+def one_of(what: str, word: str, known: tuple[str, ...]) -> str:
+    """Return the word if it is a known one; raise ArgumentError else."""
     if word not in known:
         raise ArgumentError(must_be(what, f"one of {', '.join(known)}", word))
     return word
 
 
-def _pair(flag: str, text: str, parse: Callable[[str, str], float]) -> tuple[float, float]:
+def pair_of(flag: str, text: str, parse: Callable[[str, str], float]) -> tuple[float, float]:
     """Return a value for the node and one for the network, of one that serves both or two with a comma between."""
     words = text.split(",")
     if len(words) > 2:
