@@ -10,9 +10,10 @@ from helpers.small import BF16, Unit
 import mpizero as mz
 from mpizero.arrays.disk import BLOCK
 from mpizero.errors import ArgumentError, ArgumentTypeError, DiskError
+from mpizero.shard.optimizers import ELEMENTWISE
 from mpizero.testing.covering import covering
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2)]
 
 SMALL = 16 * BLOCK
 """Bytes of a group: several of a small model's."""
@@ -79,9 +80,14 @@ def assert_equal(model, optimizer, other, other_optimizer):
         for param, twin in zip(group["params"], its["params"], strict=True):
             state, twins = optimizer.state[param], other_optimizer.state[twin]
             assert state.keys() == twins.keys()
-            assert [key for key in state if not torch.equal(state[key], twins[key])] == []
+            assert [key for key in state if not same(state[key], twins[key])] == []
 
 
+def same(value, other):
+    return torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+
+
+@pytest.mark.sizes(2, 3)
 @pytest.mark.parametrize("case", covering(AXES), ids=lambda case: "-".join(map(str, case.values())))
 def test_the_bits_of_a_run_in_memory(world, tmp_path, case):
     kind = case["kind"] if case["stage"] == 3 else "optimizer"
@@ -96,6 +102,18 @@ def test_the_bits_of_a_run_in_memory(world, tmp_path, case):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_every_elementwise_optimizer_of_torch(world, tmp_path, name):
+    cls = getattr(torch.optim, name)
+    plain = sharded(world, stage=2, precision=BF16)
+    ours = sharded(world, offload_of("optimizer", tmp_path), stage=2, precision=BF16)
+    optimizers = cls(plain.parameters(), lr=1e-2), mz.offloaded(cls, ours, lr=1e-2)
+    for model, optimizer in zip((plain, ours), optimizers, strict=True):
+        train(model, optimizer, world, 3)
+    assert_equal(plain, optimizers[0], ours, optimizers[1])
+
+
+@pytest.mark.sizes(1, 2)
 def test_a_step_moves_each_byte_once(world, tmp_path):
     model = sharded(world, mz.Offload(optimizer=tmp_path, params=tmp_path, group_bytes=SMALL), stage=3, precision=BF16)
     optimizer = mz.offloaded(torch.optim.AdamW, model, lr=1e-2)
