@@ -149,13 +149,21 @@ def by_messages(operation: str, case: Case) -> Decision:
     if "links" in case.notes and case.size <= MODELLED and operation != "barrier":
         return _by_cost(operation, case)
     strict = _is_strict(operation, case)
-    if operation == "all_reduce" and 1 < len(set(case.nodes)) < case.size:
+    if _by_nodes(operation, case) and 1 < len(set(case.nodes)) < case.size:
         entry = algorithm(operation, "hierarchical")
-        if _order_fits(entry, case):
+        if _order_fits(entry, case) and (case.even or entry.uneven):
             return Decision(entry.name, "several ranks on each of several hosts")
     many = case.size > MANY and not strict
     name = (_LARGE_MANY if many else _LARGE).get(operation) or _OTHER[operation]
     return Decision(name, f"{case.size} ranks, links not measured")
+
+
+def _by_nodes(operation: str, case: Case) -> bool:
+    """Return whether to compose within and between nodes, unasked: a ring has as many rounds as there are ranks.
+
+    Not for a reduce-scatter: to see that its order is the canonical one takes minutes on thousands of ranks.
+    """
+    return operation == "all_reduce" or (operation == "all_gather" and case.size > MODELLED)
 
 
 def _by_cost(operation: str, case: Case) -> Decision:

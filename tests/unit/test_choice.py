@@ -109,6 +109,15 @@ def test_by_rule_without_links():
     assert choose("all_reduce", "auto", case(nodes=(0, 1, 2, 3), nbytes=64)) == "native"
 
 
+def test_gathers_of_many_ranks_cross_the_network_once_per_node():
+    """A ring would have a round for each rank; with a rank on each host there is nothing to compose."""
+    many = tuple(rank // 8 for rank in range(128))
+    assert choose("all_gather", "auto", case(size=128, nodes=many)) == "hierarchical"
+    assert choose("all_gather", "auto", case(size=128, nodes=many, even=False)) == "hierarchical"
+    assert choose("all_gather", "auto", case(size=128, nodes=tuple(range(128)))) == "ring"
+    assert choose("all_gather", "auto", case(size=32, nodes=many[:32])) == "ring"
+
+
 def test_what_cannot_be_is_refused():
     with pytest.raises(ArgumentError, match="loads for ranks that share no memory, on 2 hosts"):
         choose("all_reduce", "loads", case(nodes=(0, 0, 1, 1)))
