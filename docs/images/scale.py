@@ -22,11 +22,11 @@ import matplotlib.pyplot as plt  # noqa: E402  (drawn without a screen)
 
 from mpizero.collectives.links import Cluster, Link, place  # noqa: E402
 from mpizero.plan import ModelShape, UnitShape, transformer  # noqa: E402
-from mpizero.plan.simulated import simulate_step  # noqa: E402
+from mpizero.plan.simulation import simulate_step  # noqa: E402
 from mpizero.plan.training import Speeds, Training  # noqa: E402
 
 if TYPE_CHECKING:
-    from mpizero.plan.simulated import Step
+    from mpizero.plan.simulation import Step
 
 RESULTS = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "results"
 PEAK = 312e12

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mpizero.plan.events import Span
-    from mpizero.plan.simulated import Step
+    from mpizero.plan.simulation import Step
 
 __all__ = ["FORMATS", "draw", "draw_spans"]
 

@@ -15,7 +15,7 @@ from mpizero.cli.step_report import Asked, record, text
 from mpizero.collectives.links import Cluster, Link, place
 from mpizero.errors import ArgumentError, must_be
 from mpizero.plan import transformer
-from mpizero.plan.simulated import simulate_step
+from mpizero.plan.simulation import simulate_step
 from mpizero.plan.training import CHOICES, SERVICES, Speeds, Stragglers, Training
 
 if TYPE_CHECKING:

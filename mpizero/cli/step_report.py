@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from mpizero.collectives.links import Cluster
-    from mpizero.plan.simulated import Step
+    from mpizero.plan.simulation import Step
     from mpizero.plan.training import Speeds, Training
 
 __all__ = ["Asked", "record", "text"]

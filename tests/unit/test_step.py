@@ -13,7 +13,7 @@ from mpizero.plan import ModelShape, UnitShape, transformer
 from mpizero.plan.events import Actor, follow
 from mpizero.plan.prices import LOCAL, REMOTE, Price, Prices, group_of, replicas_of
 from mpizero.plan.program import GROUP, POST, REPLICAS, Job, Program, program_of
-from mpizero.plan.simulated import simulate_step
+from mpizero.plan.simulation import simulate_step
 from mpizero.plan.training import Speeds, Stragglers, Training
 
 FREE = Link(alpha=0.0, beta=0.0)
@@ -327,7 +327,7 @@ SCRIPT = """
 import resource, sys
 from mpizero.collectives.links import Cluster, Link, place
 from mpizero.plan import transformer
-from mpizero.plan.simulated import simulate_step
+from mpizero.plan.simulation import simulate_step
 from mpizero.plan.training import Speeds, Stragglers, Training
 link = Link(alpha=1e-5, beta=2e-11)
 where = Cluster(size=16384, nodes=place(16384, 8), local=link, remote=link, wires=8)
