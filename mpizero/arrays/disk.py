@@ -57,11 +57,13 @@ class Scratch:
         try:
             self._file = _nameless(folder)
         except OSError as error:
-            remedy = "name a folder on a local disk, as $TMPDIR or $SLURM_TMPDIR"
+            remedy = "name a folder on a local disk, as os.environ['TMPDIR']"
             raise DiskError(must_be("offload path", "a folder that can be written to", f"{error}", remedy)) from error
         self._direct = _unbuffered(self._file)
         for file in {self._file, self._direct}:
             weakref.finalize(self, os.close, file)
+        self.in_memory = _file_system_of(folder) in {"tmpfs", "ramfs"}
+        """Whether the folder is no disk at all, as /dev/shm, and /tmp of diskless nodes."""
         self.unbuffered = self._direct != self._file
         """Whether reads and writes go past the page cache."""
 
@@ -202,6 +204,18 @@ def _nameless(folder: Path) -> int:
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     path.unlink()
     return file
+
+
+def _file_system_of(folder: Path) -> str:
+    """Return the type of the file system that a folder is on, "" where the system does not tell."""
+    best, found = "", ""
+    path = os.path.realpath(folder)
+    with suppress(OSError), open("/proc/self/mounts", encoding="utf-8", errors="replace") as mounts:  # noqa: PTH123
+        for line in mounts:
+            _, place, kind, *_ = line.split(" ")
+            if len(place) >= len(best) and (path == place or path.startswith(place.rstrip("/") + "/")):
+                best, found = place, kind
+    return found
 
 
 def _unbuffered(file: int) -> int:

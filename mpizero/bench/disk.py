@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpizero.arrays.disk import BLOCK, Region, Scratch, page_aligned
+from mpizero.arrays.disk import Region, Scratch, page_aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +30,8 @@ class DiskSpeed:
     """Read and written, each, when both go on at once."""
     unbuffered: bool
     """Whether the page cache was passed by."""
+    in_memory: bool = False
+    """Whether it is no disk, but a file system in memory."""
 
 
 def measure_disk(folder: Path, *, piece: int = PIECE, pieces: int = PIECES) -> DiskSpeed:
@@ -37,7 +39,7 @@ def measure_disk(folder: Path, *, piece: int = PIECE, pieces: int = PIECES) -> D
 
     Args:
         folder: on the disk.
-        piece: bytes at a time, a multiple of `BLOCK`.
+        piece: bytes at a time, a multiple of 4096.
         pieces: how many of them; so many bytes are taken, twice over.
 
     Raises:
@@ -65,7 +67,7 @@ def measure_disk(folder: Path, *, piece: int = PIECE, pieces: int = PIECES) -> D
                 job.result()
 
         both = _rate(at_once, piece * pieces)
-    return DiskSpeed(read=read, write=write, both=both, unbuffered=scratch.unbuffered and piece % BLOCK == 0)
+    return DiskSpeed(read=read, write=write, both=both, unbuffered=scratch.unbuffered, in_memory=scratch.in_memory)
 
 
 def _rate(call: Callable[[], None], nbytes: int) -> float:

@@ -49,7 +49,7 @@ def disk_text(path: str, rows: list[tuple[str, DiskSpeed | str]]) -> str:
     by_host: dict[str, list[int]] = {}
     for rank, (host, _) in enumerate(rows):
         by_host.setdefault(host, []).append(rank)
-    head = ("host", "ranks", "read", "write", "each, at once", "a step, per 100M parameters of a rank")
+    head = ("host", "ranks", "read", "write", "both at once, each", "optimizer's step, 100M parameters per rank")
     lines: list[tuple[str, ...]] = [head]
     failures = []
     for host, ranks in by_host.items():
@@ -61,10 +61,12 @@ def disk_text(path: str, rows: list[tuple[str, DiskSpeed | str]]) -> str:
         rates = [sum(getattr(speed, name) for speed in speeds) for name in ("read", "write", "both")]
         step = MILLION * max(READ, WRITTEN) / slowest
         lines.append((host, ranges(ranks), *(f"{rate / 1e9:.2f} GB/s" for rate in rates), f"{step:.1f} s"))
+    if any(not isinstance(each, str) and each.in_memory for _, each in rows):
+        failures.append(f"{path} is memory (tmpfs), not a disk: what is moved there still takes memory")
     buffered = any(not isinstance(each, str) and not each.unbuffered for _, each in rows)
     note = (
-        f"\nA step of Adam reads {READ} and writes {WRITTEN} bytes per parameter, at once: fp32 master values and two "
-        "moments,\nand the bf16 values that are gathered. Its time is hidden by nothing but its own arithmetic."
+        "\nRanks are numbers of ranks, rates those of all ranks of a host together. The last column is the least time\n"
+        f"of Adam in bf16 with Offload(optimizer=PATH): {READ} bytes read and {WRITTEN} written per parameter."
     )
     if buffered:
         note += "\nThe file system knows no unbuffered reads and writes: the page cache may flatter these figures."

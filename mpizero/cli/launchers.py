@@ -16,6 +16,8 @@ from mpizero.errors import ArgumentError, LaunchError, MpiNotFoundError, must_be
 
 __all__ = ["launcher_problems", "srun_problem"]
 
+KNOWN = {"mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "srun", "jsrun", "flux", "aprun", "ibrun"}
+"""Names of programs that start ranks; some say nothing of whose they are."""
 PMIX_ALONE = 5
 """The version of Open MPI from which it speaks PMIx and nothing else."""
 
@@ -29,7 +31,10 @@ def launcher_problems(text: str) -> tuple[str, list[Problem]]:
     Raises:
         ArgumentError: where there is no command in it.
     """
-    words = shlex.split(text)
+    try:
+        words = shlex.split(text)
+    except ValueError as error:  # of quotes
+        raise ArgumentError(must_be("--launcher", f"a command ({error})", text)) from error
     if not words:
         raise ArgumentError(must_be("--launcher", "a command that starts ranks, such as mpirun", text))
     try:
@@ -38,7 +43,8 @@ def launcher_problems(text: str) -> tuple[str, list[Problem]]:
         what, _, remedy = str(error).partition("): ")
         remedy += "; hpc/job.sh loads those that hpc/site/NAME.sh names"
         return "", [Problem(text=f"{what})", remedy=remedy, fails=True)]
-    path = shutil.which(words[0])
+    # A wheel's launcher lies beside its Python, where hpc/job.sh looks first too.
+    path = shutil.which(words[0], path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     if path is None:
         remedy = "load the module that has it, name another launcher (MPIZERO_LAUNCHER for hpc/job.sh), or check PATH"
         return "", [Problem(text=f"the launcher {words[0]} is not found", remedy=remedy, fails=True)]
@@ -47,6 +53,10 @@ def launcher_problems(text: str) -> tuple[str, list[Problem]]:
     else:
         found = _pair_problem(path, vendor, library)
     name = NAMES.get(vendor, "an unknown MPI")
+    known = Path(path).name in KNOWN or getattr(launcher_at(path), "vendor", "unknown") in NAMES
+    if found is None and not known:
+        what = f"{words[0]} is no launcher that is known here: whether it starts ranks of {name} cannot be told"
+        found = Problem(text=what, remedy="name one as mpirun, mpiexec or srun, unless you know it", fails=False)
     return f"{text} starts ranks of {name}, as far as can be told", [] if found is None else [found]
 
 

@@ -112,9 +112,12 @@ class Work:
             self._then()
         return self._result
 
-    def fail(self, error: BaseException) -> None:
-        """End it with an error before it has begun."""
-        self._finish(error)
+    def give_up(self, late: BaseException) -> None:
+        """End it if it has to wait, since an earlier collective of its queue did so in vain; for `Queue`."""
+        if self._current is not None and not self._current.done():
+            self._current.settle(0.0, finished=False)
+            text = f"an earlier collective on the communicator was given up, which this one had to wait for: {late}"
+            self._finish(CollectiveError(text))
 
     def advance(self) -> bool:
         """Go on as far as possible without blocking; return whether anything moved. For whoever drives the queue."""
@@ -179,6 +182,9 @@ class Queue:
         self.jobs: deque[Work] = deque()
         self.failure: BaseException | None = None
         """What ended the first job that failed."""
+        self.late: BaseException | None = None
+        """What ended the first one that did by a time-out. The wire is broken then: each one behind it would wait in
+        vain for as long again, and whoever waits for the last would hear of it after the sum."""
         self.slow = False
         """Whether messages go over slow links."""
 
@@ -198,6 +204,9 @@ class Queue:
     def run_to(self, work: Work) -> None:
         """Finish the jobs up to and with `work`. For a caller that drives the queue."""
         while not work.done():
+            if self.late is not None:
+                self._advance()
+                continue
             try:
                 self.jobs[0].run()
             finally:
@@ -205,10 +214,13 @@ class Queue:
 
     def advance(self) -> bool:
         """Advance the first job; after a failure those behind it go on, unless it was a time-out."""
-        if not self.jobs:
-            return False
+        return bool(self.jobs) and self._advance()
+
+    def _advance(self) -> bool:
         work = self.jobs[0]
         moved = work.advance()
+        if self.late is not None:
+            work.give_up(self.late)
         if work.done():
             self._remove_first()
         return moved
@@ -216,13 +228,8 @@ class Queue:
     def _remove_first(self) -> None:
         work = self.jobs.popleft()
         self.failure = self.failure or work.error
-        while self.jobs and isinstance(work.error, CollectiveTimeoutError):
-            # The wire is broken: each of them would wait in vain for as long again, and whoever waits for the last one
-            # would hear of it after the sum.
-            text = (
-                f"an earlier collective on the communicator was given up, which this one had to wait for: {work.error}"
-            )
-            self.jobs.popleft().fail(CollectiveError(text))
+        if isinstance(work.error, CollectiveTimeoutError):
+            self.late = self.late or work.error
 
 
 class _Engine:

@@ -23,7 +23,7 @@ __all__ = ["ASK", "answer_for", "where"]
 
 ASK = signal.SIGRTMIN + 12
 """The signal."""
-PATIENCE = 1.0
+PATIENCE = 2.0
 """Seconds that a process has to write its stacks."""
 SHOWN = 3
 """Frames, the innermost first."""

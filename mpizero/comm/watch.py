@@ -45,7 +45,7 @@ TURN = 0.05
 """Seconds by which a rank is ahead of the next in saying what ended the job: one of a host is enough."""
 PARTING = 3.0
 """Seconds after a rank has left in which a message that it sent may still be on its way."""
-FOR_STACKS = 2.0
+FOR_STACKS = 4.0
 """Seconds within which ranks of a host are asked for their stacks, one after the other."""
 NAPS = (0.002, 0.05)
 """The shortest and the longest sleep of a rank that has left and waits for the others."""

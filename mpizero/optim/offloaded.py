@@ -65,7 +65,7 @@ def offloaded(cls: Any, model: nn.Module, params: Iterable[Any] | None = None, *
 class Offloaded(torch.optim.Optimizer):
     """Step with another optimizer over state that is on a disk; see `offloaded`."""
 
-    _mpizero_elementwise = True
+    _mpizero_elementwise = _mpizero_offloaded = True  # for `shard.optimizers`
 
     def __init__(self, inner: torch.optim.Optimizer, runtime: Any) -> None:
         """Take over an optimizer that has not stepped.
@@ -82,13 +82,27 @@ class Offloaded(torch.optim.Optimizer):
         """The class that a checkpoint names."""
         self._inner, self._runtime, self._spill = inner, runtime, runtime.spill
         self._place = {id(shard): (flat, index) for flat in runtime.flats for index, shard in enumerate(flat.shards)}
-        others = sum(id(param) not in self._place for group in self.param_groups for param in group["params"])
-        if others:
-            raise ArgumentError(must_be("params", "this model's", f"{others} others", "leave params out"))
+        self._check(self.param_groups)
         self._regions: dict[int, dict[str, tuple[Region, Tensor]]] = {id(flat): {} for flat in runtime.flats}
         """By buffer and key, where the elements of states are, and that as one mapped tensor."""
         self._stream = Stream(self._arrays)
         self._groups: list[Group] = []
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of the model's parameters; raise ArgumentError for others."""
+        super().add_param_group(param_group)
+        if hasattr(self, "_place"):  # not from the constructor
+            try:
+                self._check(self.param_groups[-1:])
+            except ArgumentError:
+                del self.param_groups[-1]
+                raise
+
+    def _check(self, groups: list[dict[str, Any]]) -> None:
+        others = sum(id(param) not in self._place for group in groups for param in group["params"])
+        if others:
+            remedy = "give shards, from model.parameters(), or leave params out for all"
+            raise ArgumentError(must_be("params", "this model's", f"{others} others", remedy))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -246,6 +247,12 @@ def make_spill(offload: Offload | None, comm: Any) -> Spill | None:
     except MpiZeroError as error:
         failure = error
     raise_together(comm, failure)
+    if spill is not None and comm.rank == 0:
+        for file in spill.files:
+            if file.in_memory:
+                warnings.warn(
+                    f"{file.folder} is memory (tmpfs), not a disk: what is moved there still takes it", stacklevel=4
+                )
     return spill
 
 

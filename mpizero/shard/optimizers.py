@@ -22,6 +22,9 @@ __all__ = ["elementwise", "install_step_hooks", "is_elementwise", "runtimes_of"]
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 
+OFFLOADED = "_mpizero_offloaded"
+"""What optimizers have whose state is on a disk."""
+
 OptimizerClass = TypeVar("OptimizerClass", bound=type)
 
 
@@ -55,6 +58,12 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             raise ShardError(
                 f"the optimizer of a sharded model must be element-wise (got {type(optimizer).__name__}, which may "
                 f"need whole matrices): use one of {known}, stage 0, or declare your own class with mpizero.elementwise"
+            )
+        if runtime.spill is not None and runtime.spill.optimizer is not None and not hasattr(optimizer, OFFLOADED):
+            raise ShardError(
+                "the optimizer of a model with Offload(optimizer=PATH) must be one of mpizero.offloaded (got "
+                f"{type(optimizer).__name__}, which keeps its state in memory): write "
+                f"mpizero.offloaded(torch.optim.{type(optimizer).__name__}, model, ...)"
             )
         if runtime.pinned:
             raise ShardError(

@@ -177,8 +177,8 @@ def test_peak_is_the_shards_and_one_unit(world, monkeypatch):
             module.reset_parameters()
             samples.append(held())
 
-        def placed(flat, values, place=FlatParams._place):
-            place(flat, values)
+        def placed(flat, values, spill, place=FlatParams._place):
+            place(flat, values, spill)
             samples.append(held())
 
         monkeypatch.setattr(FlatParams, "_place", placed)
