@@ -276,7 +276,8 @@ def example(ranks, text, folder, steps, *words):
     return job(ranks, *line, "--batch", 4 // ranks, "--exact", 4)
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 4), pytest.param(4, 1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), [(2, 4), (4, 1)])
 def test_the_example_resumes_on_other_ranks(tmp_path, text, first, second):
     """With exact=True bit for bit as the run that was never killed, moments and all."""
     with example(1, text, tmp_path / "whole", 4) as process:

@@ -87,7 +87,7 @@ def same(value, other):
     return torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
 
 
-@pytest.mark.sizes(2, 3)
+@pytest.mark.sizes(3)
 @pytest.mark.parametrize("case", covering(AXES), ids=lambda case: "-".join(map(str, case.values())))
 def test_the_bits_of_a_run_in_memory(world, tmp_path, case):
     kind = case["kind"] if case["stage"] == 3 else "optimizer"
