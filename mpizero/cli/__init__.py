@@ -6,6 +6,7 @@ A module gives `configure(parser)`, which adds its arguments, and `run(options)`
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -59,12 +60,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if module is None:
         parser.error("a command is missing")
     try:
-        return int(module.run(options))
+        code = int(module.run(options))
+        sys.stdout.flush()
     except MpiZeroError as error:
         print(f"mpizero {name}: {error}", file=sys.stderr)
         return BAD_USAGE if isinstance(error, ArgumentError | ArgumentTypeError) else FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # of `mpizero ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return FAILED
+    else:
+        return code
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -145,8 +146,10 @@ def _from_factory(text: str, units: str | None, kept: tuple[str, ...]) -> tuple[
         with torch.device("meta"):
             model = make()
     except Exception as error:
-        got = f"{type(error).__name__}: {error}"
-        raise ArgumentError(must_be(f"--factory {text}", "callable without arguments", got)) from error
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        got = f"{type(error).__name__}: {error}, at {last.filename}:{last.lineno}"
+        rule = "a function without arguments that builds the model on torch's meta device, where tensors have no values"
+        raise ArgumentError(must_be(f"--factory {text}", rule, got)) from error
     classes = _classes("--units", model, units.split(",")) if units is not None else None
     keep = _classes("--keep-fp32", model, kept) if kept else None
     # Which modules keep their precision matters, to what the others are cast does not.

@@ -9,7 +9,11 @@ from mpizero.errors import ArgumentError, must_be
 
 __all__ = ["amount_of", "bytes_of", "scale_of", "show_size", "speed_of"]
 
-NUMBER = r"(\d+(?:\.\d+)?(?:[eE]\d+)?) ?"
+MOST = 10**18
+"""Of what is counted: beyond this a table of bytes says nothing any more."""
+LONGEST = 30
+"""Characters of an amount."""
+NUMBER = r"(\d+(?:\.\d+)?(?:[eE]\d{1,2})?) ?"
 AMOUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 SPEEDS = {"": 1, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
@@ -18,9 +22,9 @@ SPEEDS = {"": 1, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 def amount_of(flag: str, text: str) -> int:
     """Return the whole number, 1 or more, that a text such as 7e9, 7B or 350M stands for; raise ArgumentError."""
     found = re.fullmatch(NUMBER + "([KMBGT]?)", text)
-    value = Fraction(found[1]) * AMOUNTS[found[2]] if found else Fraction(0)
-    if value < 1 or value.denominator != 1:
-        raise ArgumentError(must_be(flag, "a whole number, 1 or more, as 7e9, 7B or 350M", text))
+    value = Fraction(found[1]) * AMOUNTS[found[2]] if found and len(text) < LONGEST else Fraction(0)
+    if value < 1 or value.denominator != 1 or value > MOST:
+        raise ArgumentError(must_be(flag, "a whole number, 1 to 1e18, as 7e9, 7B or 350M", text))
     return int(value)
 
 

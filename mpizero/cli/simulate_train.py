@@ -144,13 +144,21 @@ def _asked(options: argparse.Namespace) -> Asked:
         launch=seconds_of("--launch", options.launch),
         drive=per_byte_of("--drive", options.drive),
     )
+    peak = _number("--peak", options.peak or options.flops, above=True)
+    if peak < flops:
+        rule = f"at least --flops, {options.flops}, which is what a rank reaches of it"
+        raise ArgumentError(must_be("--peak", rule, options.peak))
     return Asked(
         training=training,
         cluster=cluster,
         speeds=speeds,
-        peak=_number("--peak", options.peak or options.flops, above=True),
+        peak=peak,
         precision=options.precision,
     )
+
+
+MOST = 1e18
+"""Parameters: a model has a unit for each layer, of which there are more the larger it is."""
 
 
 def _model(options: argparse.Namespace, context: int) -> ModelShape:
@@ -160,6 +168,8 @@ def _model(options: argparse.Namespace, context: int) -> ModelShape:
         if options.layers or options.width:
             raise ArgumentError(must_be("--params", "given without --layers and --width", options.params))
         number = _number("--params", options.params, above=True)
+        if number > MOST:
+            raise ArgumentError(must_be("--params", f"at most {MOST:.0e}", options.params))
         width = max(128, round((number * DEPTH / 12) ** (1 / 3) / 128) * 128)
         layers = max(1, round(number / (12 * width**2)))
         return transformer(layers, width, vocabulary=vocabulary, context=context)

@@ -45,6 +45,15 @@ class Asked:
         groups = f", groups of {training.group:,}" if training.group else ""
         return f"{training.model.name}, stage {training.stage}, {self.precision}, {where}{groups}"
 
+    @property
+    def network(self) -> str:
+        """Return the links in a line."""
+        local, remote = (
+            f"{_rate(link.beta)}, {show_seconds(link.alpha)}" for link in (self.cluster.local, self.cluster.remote)
+        )
+        ports = f"{self.cluster.wires} port{'s' * (self.cluster.wires != 1)} of a node"
+        return f"links: {local} within a node; {remote} on each of {ports}"
+
 
 def text(asked: Asked, step: Step) -> str:
     """Return the tables: where the time goes, what the collectives are, what a rank holds."""
@@ -70,7 +79,7 @@ def text(asked: Asked, step: Step) -> str:
         f"{asked.training.model.numel:,} parameters; {step.tokens_per_second:,.0f} tokens/s; model flops utilisation "
         f"{step.flops / asked.peak:.1%} of {asked.peak / 1e12:g} Tflop/s"
     )
-    parts = [asked.title + "\n" + numbers, aligned(times, right=range(1, 3))]
+    parts = [f"{asked.title}\n{asked.network}\n{numbers}", aligned(times, right=range(1, 3))]
     parts += [aligned(traffic, right=range(1, 5))] if len(traffic) > 1 else []
     return "\n\n".join([*parts, aligned(held, right=range(1, 2))])
 
@@ -93,3 +102,7 @@ def record(asked: Asked, step: Step) -> dict[str, Any]:
         "state": asdict(step.state),
         "traffic": [asdict(one) for one in step.traffic],
     }
+
+
+def _rate(per_byte: float) -> str:
+    return f"{1e-9 / per_byte:.4g} GB/s" if per_byte else "no limit"
