@@ -25,6 +25,8 @@ ASK = signal.SIGRTMIN + 12
 """The signal."""
 PATIENCE = 2.0
 """Seconds that a process has to write its stacks."""
+AGAIN = 0.2
+"""Seconds after which it is asked again: faulthandler drops a signal that comes to one thread while another writes."""
 SHOWN = 3
 """Frames, the innermost first."""
 _HEADER = re.compile(r"^(Current thread|Thread) 0x")
@@ -50,9 +52,11 @@ def where(peer: Recorded) -> str:
         before = size = path.stat().st_size
         if not peer.is_alive():
             return ""
-        os.kill(peer.pid, peer.asked_by)
-        end = time.monotonic() + PATIENCE
-        while time.monotonic() < end:
+        end, again = time.monotonic() + PATIENCE, 0.0
+        while (clock := time.monotonic()) < end:
+            if clock >= again:
+                os.kill(peer.pid, peer.asked_by)
+                again = clock + AGAIN
             time.sleep(0.01)
             now = path.stat().st_size
             # Another rank may have asked too, and `before` lie in the midst of what it is told.
