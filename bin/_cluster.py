@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments, `sys.argv[1:]` by default.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    head, program = _split(words)
+    head, program = split(words)
     parser = _parser()
     options = parser.parse_args(head)
     options.program = program
@@ -116,11 +116,11 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, function: object, text: str, usage: str | None = None) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text, usage=usage, allow_abbrev=False)
         made.set_defaults(function=function)
-        made.add_argument("--name", type=_name, default="mz", help="the cluster's, 1 to 6 small letters (mz)")
+        made.add_argument("--name", type=cluster_name, default="mz", help="the cluster's, 1 to 6 small letters (mz)")
         return made
 
     command = add("up", up, "make the hosts; nothing is done where the same ones are there")
-    command.add_argument("--hosts", type=_hosts, default=2, metavar="N", help="how many, 1 to 32 (2)")
+    command.add_argument("--hosts", type=host_count, default=2, metavar="N", help="how many, 1 to 32 (2)")
     text = "of each link in each direction: 1mbit to 100gbit, or none for links that are not shaped (1gbit)"
     command.add_argument("--rate", type=_rate, default="1gbit", help=text)
     command = add("run", start, "run a command in each of N ranks over the hosts", usage=RUN_USAGE)
@@ -137,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
+def split(words: list[str]) -> tuple[list[str], list[str]]:
     """Part the options from the command, which comes after the first -- that stands alone."""
     at = words.index("--") if "--" in words else len(words)
     return words[:at], words[at + 1 :]
@@ -166,12 +166,14 @@ def _refuse(rule: str, text: str) -> NoReturn:
     raise argparse.ArgumentTypeError(f"must be {rule} (got {text!r})")
 
 
-def _name(text: str) -> str:
+def cluster_name(text: str) -> str:
+    """Return a cluster's name; raise ArgumentTypeError for what is none."""
     # No digits: host 0 of mz1 and host 10 of mz would be one.
     return text if re.fullmatch("[a-z]{1,6}", text) else _refuse("1 to 6 small letters", text)
 
 
-def _hosts(text: str) -> int:
+def host_count(text: str) -> int:
+    """Return a number of hosts; raise ArgumentTypeError for what is none."""
     return int(text) if _whole(text) and 1 <= int(text) <= 32 else _refuse("a whole number from 1 to 32", text)
 
 

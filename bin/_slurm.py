@@ -16,8 +16,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from _cluster import INTERRUPTED, cluster_name, host_count, split
 from _cluster_job import DEFAULTS, OUTER_JOB
 from _cluster_net import INTERFACE, check_machine, make, parts, remove
 from _cluster_state import Cluster, ClusterError, address, folder, locked, read
@@ -75,11 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments, `sys.argv[1:]` by default.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    at = words.index("--") if "--" in words else len(words)
+    words, program = split(list(sys.argv[1:] if argv is None else argv))
     parser = _parser()
-    options = parser.parse_args(words[:at])
-    options.program = words[at + 1 :]
+    options = parser.parse_args(words)
+    options.program = program
     if (options.command == "run") != bool(options.program):
         parser.error("the command to run, and nothing else, must come after a -- that stands alone")
     try:
@@ -88,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ClusterError as error:
         print(f"bin/slurm: {error}", file=sys.stderr)
         return BAD_USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def up(options: argparse.Namespace) -> int:
@@ -129,8 +131,7 @@ def run(options: argparse.Namespace) -> int:
     cluster = read(options.name)
     if cluster is None or not _home(cluster).is_dir():
         raise ClusterError(must_be(f"Slurm of {options.name}", "up", "down", f"`bin/slurm up --name {options.name}`"))
-    line = _enter(cluster, 0, options.program)
-    return subprocess.run(line, env=environment(os.environ, cluster), check=False).returncode
+    return int(_inside(cluster, 0, options.program).returncode)
 
 
 def environment(variables: Mapping[str, str], cluster: Cluster) -> dict[str, str]:
@@ -223,9 +224,8 @@ def _await(cluster: Cluster) -> None:
     deadline = time.monotonic() + PATIENCE
     said = ""
     while time.monotonic() < deadline:
-        line = _enter(cluster, 0, [tool("sinfo"), "--noheader", "--Node", "--format=%T"])
-        variables = environment(os.environ, cluster)
-        done = subprocess.run(line, env=variables, capture_output=True, text=True, check=False)
+        line = [tool("sinfo"), "--noheader", "--Node", "--format=%T"]
+        done = _inside(cluster, 0, line, capture_output=True, text=True)
         if done.stdout.split() == ["idle"] * cluster.hosts:
             return
         said = " ".join((done.stdout + done.stderr).split())
@@ -235,20 +235,15 @@ def _await(cluster: Cluster) -> None:
 
 
 def _call(cluster: Cluster, index: int, line: list[str]) -> None:
-    done = subprocess.run(
-        _enter(cluster, index, line),
-        env=environment(os.environ, cluster),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = _inside(cluster, index, line, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         raise ClusterError(f"`{shlex.join(line)}` failed: {done.stderr.strip() or f'exit code {done.returncode}'}")
 
 
-def _enter(cluster: Cluster, index: int, line: Sequence[str]) -> list[str]:
-    return [str(folder(cluster.name) / "agent"), cluster.host(index), f"exec {shlex.join(line)}"]
+def _inside(cluster: Cluster, index: int, line: Sequence[str], **how: Any) -> subprocess.CompletedProcess[Any]:
+    """Run a command on a host."""
+    words = [str(folder(cluster.name) / "agent"), cluster.host(index), f"exec {shlex.join(line)}"]
+    return subprocess.run(words, env=environment(os.environ, cluster), check=False, **how)
 
 
 def _home(cluster: Cluster) -> Path:
@@ -265,26 +260,16 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, function: object, text: str, usage: str | None = None) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text, usage=usage, allow_abbrev=False)
         made.set_defaults(function=function)
-        made.add_argument("--name", type=_name, default="slurm", help="the cluster's, 1 to 6 small letters (slurm)")
+        made.add_argument(
+            "--name", type=cluster_name, default="slurm", help="the cluster's, 1 to 6 small letters (slurm)"
+        )
         return made
 
     command = add("up", up, "make the hosts and start Slurm on them; nothing is done where the same ones are there")
-    command.add_argument("--hosts", type=_count, default=2, metavar="N", help="how many, 1 to 32 (2)")
-    command.add_argument("--cpus", type=_count, default=4, metavar="N", help="ranks that each host takes (4)")
+    command.add_argument("--hosts", type=host_count, default=2, metavar="N", help="how many, 1 to 32 (2)")
+    command.add_argument("--cpus", type=host_count, default=4, metavar="N", help="ranks that each host takes (4)")
     text = "GPUs that each host pretends to have, for job scripts to be tried (4)"
-    command.add_argument("--gpus", type=_count, default=4, metavar="N", help=text)
+    command.add_argument("--gpus", type=host_count, default=4, metavar="N", help=text)
     add("run", run, "run a command on the first host, as on a login node", "bin/slurm run [--name NAME] -- COMMAND ...")
     add("down", down, "end all jobs and daemons and remove the hosts")
     return parser
-
-
-def _name(text: str) -> str:
-    if not re.fullmatch("[a-z]{1,6}", text):
-        raise argparse.ArgumentTypeError(f"must be 1 to 6 small letters (got {text!r})")
-    return text
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]{1,2}", text) or not 1 <= int(text) <= 32:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to 32 (got {text!r})")
-    return int(text)

@@ -108,7 +108,7 @@ if [ -n "$stop_after" ]; then
     timer=$!
 fi
 # A signal ends a wait, not what is waited for.
-while wait "$child" && code=0 || code=$?; kill -0 "$child" 2>/dev/null; do :; done
+while wait "$child"; kill -0 "$child" 2>/dev/null; do :; done
 wait "$child"
 code=$?
 [ -z "$timer" ] || kill "$timer" 2>/dev/null

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["BLOCK", "Region", "Scratch", "page_aligned"]
+__all__ = ["BLOCK", "Region", "Scratch", "page_aligned", "whole_blocks"]
 
 BLOCK = 4096
 """Bytes of which addresses, places and lengths of unbuffered reads and writes have to be multiples."""
@@ -73,7 +73,7 @@ class Scratch:
         Raises:
             DiskError: if the disk has no room for it; says how much there is.
         """
-        size = -(-nbytes // BLOCK) * BLOCK
+        size = whole_blocks(nbytes)
         start, self._size = self._size, self._size + size
         if size:
             try:
@@ -91,10 +91,12 @@ class Scratch:
         found = os.fstatvfs(self._file)
         return must_be("free bytes", f"at least {size:,}", found.f_bavail * found.f_frsize, "name another disk")
 
-    def transfer(self, what: Callable[..., int], memory: memoryview, start: int) -> None:
+    def transfer(self, what: Callable[..., int], memory: memoryview, start: int, *, buffered: bool = False) -> None:
         """Read or write memory whole, at a place in the file; unbuffered where all is a multiple of `BLOCK`."""
         done = 0
-        whole = not (start % BLOCK or len(memory) % BLOCK or np.frombuffer(memory, np.uint8).ctypes.data % BLOCK)
+        whole = not (
+            buffered or start % BLOCK or len(memory) % BLOCK or np.frombuffer(memory, np.uint8).ctypes.data % BLOCK
+        )
         file = self._direct if whole else self._file
         while done < len(memory):
             try:
@@ -144,13 +146,13 @@ class Region:
         self._start = start
         self._map: mmap.mmap | None = None
 
-    def read(self, into: memoryview, at: int = 0) -> None:
-        """Fill memory from byte `at` on.
+    def read(self, into: memoryview, at: int = 0, *, buffered: bool = False) -> None:
+        """Fill memory from byte `at` on, in any case through the page cache if `buffered`.
 
         Raises:
             DiskError: if the disk fails.
         """
-        self.scratch.transfer(os.preadv, into, self._start + at)
+        self.scratch.transfer(os.preadv, into, self._start + at, buffered=buffered)
 
     def write(self, data: memoryview, at: int = 0) -> None:
         """Write memory from byte `at` on.
@@ -165,7 +167,7 @@ class Region:
         if not self.nbytes:
             return np.empty(0, np.uint8)
         if self._map is None:
-            self._map = self.scratch.map(self._start, -(-self.nbytes // BLOCK) * BLOCK)
+            self._map = self.scratch.map(self._start, whole_blocks(self.nbytes))
         return np.frombuffer(self._map, np.uint8, self.nbytes)
 
     def settle(self) -> None:
@@ -182,9 +184,14 @@ class Region:
         self.scratch.forget(self._start, self.nbytes)
 
 
+def whole_blocks(nbytes: int) -> int:
+    """Return the bytes of the blocks that so many bytes lie in."""
+    return -(-nbytes // BLOCK) * BLOCK
+
+
 def page_aligned(nbytes: int) -> memoryview:
     """Return memory of this process that unbuffered reads and writes can use."""
-    return memoryview(mmap.mmap(-1, max(-(-nbytes // BLOCK) * BLOCK, BLOCK)))
+    return memoryview(mmap.mmap(-1, max(whole_blocks(nbytes), BLOCK)))
 
 
 def _nameless(folder: Path) -> int:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpizero.arrays.disk import Region, Scratch, page_aligned
+from mpizero.arrays.disk import Scratch, page_aligned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,17 +51,17 @@ def measure_disk(folder: Path, *, piece: int = PIECE, pieces: int = PIECES) -> D
     for memory in memories:
         memory[:] = bytes(range(256)) * (piece // 256)
     for region, memory in zip(regions, memories, strict=True):  # the first writes of a file take longer
-        _write(region, memory, pieces)
-    write = _rate(lambda: _write(regions[0], memories[0], pieces), piece * pieces)
+        _pass(region.write, memory, pieces)
+    write = _rate(lambda: _pass(regions[0].write, memories[0], pieces), piece * pieces)
     for region in regions:
         region.forget()
-    read = _rate(lambda: _read(regions[0], memories[0], pieces), piece * pieces)
+    read = _rate(lambda: _pass(regions[0].read, memories[0], pieces), piece * pieces)
     with ThreadPoolExecutor(2) as threads:
 
         def at_once() -> None:
             jobs = [
-                threads.submit(_read, regions[0], memories[0], pieces),
-                threads.submit(_write, regions[1], memories[1], pieces),
+                threads.submit(_pass, regions[0].read, memories[0], pieces),
+                threads.submit(_pass, regions[1].write, memories[1], pieces),
             ]
             for job in jobs:
                 job.result()
@@ -76,11 +76,6 @@ def _rate(call: Callable[[], None], nbytes: int) -> float:
     return nbytes / (time.perf_counter() - start)
 
 
-def _write(region: Region, memory: memoryview, pieces: int) -> None:
+def _pass(move: Callable[[memoryview, int], None], memory: memoryview, pieces: int) -> None:
     for number in range(pieces):
-        region.write(memory, number * len(memory))
-
-
-def _read(region: Region, memory: memoryview, pieces: int) -> None:
-    for number in range(pieces):
-        region.read(memory, number * len(memory))
+        move(memory, number * len(memory))

@@ -30,7 +30,6 @@ RENEWED = 0.01
 """How often, per turn, a cut is closed and another one made."""
 TOGETHER = 0.5
 """How often several asynchronous calls are issued on several communicators, rather than one call."""
-SIZES = (0, 1, 2, 3, 7, 8, 13, 64, 100, 255, 1000, 1000, 4097, 20_000)
 
 
 class Mix:
@@ -110,7 +109,7 @@ class Mix:
             self._wait(family, self.own.randint(0, DEPTH))
 
     def _draw(self) -> Recipe:
-        return draw(self.shared.choice, sizes=SIZES, kinds=self.kinds)
+        return draw(self.shared.choice, kinds=self.kinds)
 
     def _start(self, family: Family, recipe: Recipe, *, async_op: bool) -> None:
         if self.before is not None:

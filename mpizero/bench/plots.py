@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpizero.errors import MpiZeroError
+from mpizero.errors import ArgumentError, MpiZeroError, must_be
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
-__all__ = ["FORMATS", "Picture", "draw", "matplotlib", "pictures_of"]
+__all__ = ["FORMATS", "Picture", "draw", "matplotlib", "picture_file", "pictures_of", "save"]
 
 FORMATS = (".png", ".svg")
 FIXED = {"native": ("#222222", "s"), "mpi4py": ("#8a8a8a", "D"), "gloo": ("#a0522d", "X")}
@@ -73,8 +73,23 @@ def draw(picture: Picture, target: Path) -> None:
     handles, labels = axes[1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=9)
     figure.suptitle(picture.title, fontsize=11)
+    save(figure, target)
+
+
+def save(figure: Any, target: Path) -> None:
+    """Write a figure, the same one to the same bytes, and forget it."""
     figure.savefig(target, dpi=150, metadata={"Date": None} if target.suffix == ".svg" else None)
-    plt.close(figure)
+    matplotlib().close(figure)
+
+
+def picture_file(flag: str, text: str | None) -> Path | None:
+    """Return the file that a flag names, None for no text; raise ArgumentError for one that cannot be drawn."""
+    if not text:
+        return None
+    path = Path(text)
+    if path.suffix not in FORMATS or not path.resolve().parent.is_dir():
+        raise ArgumentError(must_be(flag, f"a file that ends in {' or '.join(FORMATS)}, in a folder that exists", text))
+    return path
 
 
 def matplotlib() -> Any:
@@ -82,7 +97,7 @@ def matplotlib() -> Any:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        text = f"mpizero plot needs matplotlib ({error}): pip install 'mpizero[plot]'"
+        text = f"the picture needs matplotlib ({error}): pip install 'mpizero[plot]'"
         raise MpiZeroError(text) from error
     mpl.use("Agg")
     mpl.rcParams["svg.hashsalt"] = "mpizero"

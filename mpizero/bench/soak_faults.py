@@ -107,14 +107,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_USAGE
     print(f"soak_faults: {options.trials} trials of each fault, {RANKS} ranks, --seed {seed}", flush=True)
     rng = random.Random(seed)  # noqa: S311  (no secrets)
-    trials = {}
+    trials = []
     for python, launcher in launchers.items():
         for fault in faults:
-            done = trials[str(launcher), fault] = _some(python, launcher, fault, rng, options.trials)
+            done = _some(python, launcher, fault, rng, options.trials)
+            trials.append((NAMES.get(launcher.vendor, str(launcher)), fault, done))
             well = sum(trial.ended_well for trial in done)
             print(f"  {launcher.vendor} {fault}: {well} of {len(done)} ended as they have to", flush=True)
     print(_table(trials))
-    return _show_failed([trial for done in trials.values() for trial in done if not trial.passed])
+    return _show_failed([trial for _, _, done in trials for trial in done if not trial.passed])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -231,11 +232,10 @@ def signal_in(output: str) -> str:
     return found[0] if found else ""
 
 
-def _table(trials: dict[tuple[str, str], list[Trial]]) -> str:
+def _table(trials: list[tuple[str, str, list[Trial]]]) -> str:
     rows = [("MPI", "fault", "trials", "ended well", "longest", "cause printed", "rank named", "exit codes")]
     lines = []
-    for (launcher, fault), done in trials.items():
-        name = next((name for name in NAMES.values() if f" of {name} " in f"{launcher} "), launcher)
+    for name, fault, done in trials:
         codes = sorted({"killed" if trial.code is None else str(trial.code) for trial in done})
         causes = [trial.cause for trial in done if trial.cause]
         rows.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mpizero.bench.plots import FORMATS, matplotlib
+from mpizero.bench.plots import matplotlib, save
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mpizero.plan.events import Span
     from mpizero.plan.simulation import Step
 
-__all__ = ["FORMATS", "draw", "draw_spans"]
+__all__ = ["draw", "draw_spans"]
 
 ROWS = ("compute", "node", "network")
 COLOURS = {
@@ -40,8 +40,7 @@ def draw(step: Step, title: str, target: Path) -> None:
     figure, axes = plt.subplots(figsize=(11, 2.6), layout="constrained")
     draw_spans(axes, step.spans, step.seconds)
     axes.set_title(title, fontsize=9, loc="left")
-    figure.savefig(target, dpi=150, metadata={"Date": None} if target.suffix == ".svg" else None)
-    plt.close(figure)
+    save(figure, target)
 
 
 def draw_spans(axes: Any, spans: tuple[Span, ...], seconds: float) -> None:

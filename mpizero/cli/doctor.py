@@ -13,7 +13,15 @@ from mpizero.cli.disk import disk_report
 from mpizero.cli.facts import RankFacts, by_host, rank_facts
 from mpizero.cli.gpu_rows import gpu_rows
 from mpizero.cli.launchers import launcher_problems
-from mpizero.cli.problems import Problem, gpu_problems, host_problems, job_problems, library_problems, rank_problems
+from mpizero.cli.problems import (
+    Problem,
+    gpu_problems,
+    host_problems,
+    job_problems,
+    library_problems,
+    problem_of,
+    rank_problems,
+)
 from mpizero.comm import world
 from mpizero.comm.canary import verdict_of_all
 from mpizero.comm.describe import MpiFacts, describe, launcher_rank
@@ -112,8 +120,7 @@ def _timings(comm: Any) -> list[tuple[str, ...]]:
 def _examine(report: Report) -> None:
     """Fill in the launcher and the problems."""
     if report.mpi_error is not None:
-        text, _, remedy = str(report.mpi_error).partition("): ")
-        report.problems.append(Problem(text=f"{text})" if remedy else text, remedy=remedy, fails=True))
+        report.problems.append(problem_of(report.mpi_error))
     _find_launcher(report)
     if report.mpi is not None:
         report.problems += library_problems(report.mpi)
@@ -142,10 +149,9 @@ def _find_launcher(report: Report) -> None:
         check_pair(report.launcher, (report.mpi.vendor, report.mpi.text))
     except LaunchError as error:
         report.launcher_says += ": does not fit the library"
-        text, _, remedy = str(error).partition("): ")
         # What was found is not what started this job, if the job has found itself.
         works = report.mpi_error is None and len(report.ranks) > 1
-        report.problems.append(Problem(text=f"{text})", remedy=remedy, fails=not works))
+        report.problems.append(problem_of(error, fails=not works))
     else:
         known = "unknown" not in {report.launcher.vendor, report.mpi.vendor}
         report.launcher_says += ": fits the library" if known else ": may fit the library"

@@ -8,10 +8,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from mpizero.cli.problems import Problem
-from mpizero.comm.launch import NAMES, check_pair, launcher_at, srun_type, vendor_of_library
+from mpizero.cli.problems import Problem, problem_of
+from mpizero.comm.launch import NAMES, Launcher, check_pair, launcher_at, srun_type, vendor_of_library
 from mpizero.errors import ArgumentError, LaunchError, MpiNotFoundError, must_be
 
 __all__ = ["launcher_problems", "srun_problem"]
@@ -40,20 +41,21 @@ def launcher_problems(text: str) -> tuple[str, list[Problem]]:
     try:
         vendor, library = vendor_of_library(sys.executable)
     except MpiNotFoundError as error:
-        what, _, remedy = str(error).partition("): ")
-        remedy += "; hpc/job.sh loads those that hpc/site/NAME.sh names"
-        return "", [Problem(text=f"{what})", remedy=remedy, fails=True)]
+        problem = problem_of(error)
+        return "", [replace(problem, remedy=f"{problem.remedy}; hpc/job.sh loads those that hpc/site/NAME.sh names")]
     # A wheel's launcher lies beside its Python, where hpc/job.sh looks first too.
     path = shutil.which(words[0], path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     if path is None:
         remedy = "load the module that has it, name another launcher (MPIZERO_LAUNCHER for hpc/job.sh), or check PATH"
         return "", [Problem(text=f"the launcher {words[0]} is not found", remedy=remedy, fails=True)]
-    if Path(path).name == "srun":
+    program, launcher = Path(path).name, None
+    if program == "srun":
         found = srun_problem(words, vendor, library, srun_types())
     else:
-        found = _pair_problem(path, vendor, library)
+        launcher = launcher_at(path)
+        found = _pair_problem(launcher, vendor, library)
     name = NAMES.get(vendor, "an unknown MPI")
-    known = Path(path).name in KNOWN or getattr(launcher_at(path), "vendor", "unknown") in NAMES
+    known = program in KNOWN or (launcher is not None and launcher.vendor in NAMES)
     if found is None and not known:
         what = f"{words[0]} is no launcher that is known here: whether it starts ranks of {name} cannot be told"
         found = Problem(text=what, remedy="name one as mpirun, mpiexec or srun, unless you know it", fails=False)
@@ -127,13 +129,11 @@ def _speaks(vendor: str, library: str, asked: str) -> bool:
     return asked != "cray_shasta" or vendor == "cray"
 
 
-def _pair_problem(path: str, vendor: str, library: str) -> Problem | None:
-    launcher = launcher_at(path)
+def _pair_problem(launcher: Launcher | None, vendor: str, library: str) -> Problem | None:
     if launcher is None:
         return None
     try:
         check_pair(launcher, (vendor, library))
     except LaunchError as error:
-        text, _, remedy = str(error).partition("): ")
-        return Problem(text=f"{text})", remedy=remedy, fails=True)
+        return problem_of(error)
     return None

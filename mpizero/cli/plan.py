@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpizero.bench.plots import picture_file
 from mpizero.cli.plan_question import DEVICES, OPTIMIZERS, OWN, UNITS, Question, question_of
 from mpizero.cli.plan_text import Row, record_of, text_of
 from mpizero.cli.plan_words import show_size
@@ -16,6 +16,8 @@ from mpizero.plan.times import Network, compute_seconds, times_of, traffic_of
 
 if TYPE_CHECKING:
     import argparse
+
+    from mpizero.plan import Setup
 
 __all__ = ["configure", "run"]
 
@@ -75,8 +77,8 @@ def run(options: argparse.Namespace) -> int:
         MpiZeroError: for `--plot` without matplotlib.
     """
     question = question_of(options)
-    target = _target(options.plot)
-    rows = [_row(question, place) for place in range(len(question.setups))]
+    target = picture_file("--plot", options.plot)
+    rows = [_row(question, setup) for setup in question.setups]
     stage = smallest_stage([(row.stage, row.peak) for row in rows], question.limits)
     chosen = next((row for row in rows if row.stage == stage), rows[-1])
     said = advice(question.model, {row.stage: row.step for row in rows}, question.limits, chosen.times)
@@ -97,8 +99,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _row(question: Question, place: int) -> Row:
-    setup = question.setups[place]
+def _row(question: Question, setup: Setup) -> Row:
     step = step_of(question.model, setup)
     network = Network(setup, *question.links, wires=question.wires)
     compute = compute_seconds(question.model, question.tokens, question.flops) if question.flops else ()
@@ -118,13 +119,3 @@ def _row(question: Question, place: int) -> Row:
         traffic=traffic_of(step),
         times=times_of(step, network, compute),
     )
-
-
-def _target(text: str | None) -> Path | None:
-    """Return the file to draw; raise ArgumentError for one that could not be written."""
-    if text is None:
-        return None
-    target = Path(text)
-    if target.suffix not in {".png", ".svg"} or not target.resolve().parent.is_dir():
-        raise ArgumentError(must_be("--plot", "a .png or .svg file in a folder that exists", text))
-    return target

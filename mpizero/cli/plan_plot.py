@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mpizero.bench.plots import matplotlib, save
 from mpizero.cli.plan_question import OWN
 from mpizero.cli.plan_words import scale_of
-from mpizero.errors import MpiZeroError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,28 +33,14 @@ def draw_plan(question: Question, rows: Sequence[Row], target: Path) -> None:
     Raises:
         MpiZeroError: without matplotlib.
     """
-    plt = _matplotlib()
+    plt = matplotlib()
     figure, (memory, times) = plt.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
     _draw_memory(memory, question, rows)
     _draw_times(times, rows)
     setup = question.setups[0]
     title = f"{question.model.name}, {question.model.numel / 1e9:.3g}e9 parameters, {question.precision}"
     figure.suptitle(f"{title}, on {setup.ranks:,} ranks", fontsize=11)
-    figure.savefig(target, dpi=150, metadata={"Date": None} if target.suffix == ".svg" else None)
-    plt.close(figure)
-
-
-def _matplotlib() -> Any:
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        text = f"mpizero plan --plot needs matplotlib ({error}): pip install 'mpizero[plot]'"
-        raise MpiZeroError(text) from error
-    mpl.use("Agg")
-    mpl.rcParams["svg.hashsalt"] = "mpizero"
-    import matplotlib.pyplot as plt
-
-    return plt
+    save(figure, target)
 
 
 def _kinds(question: Question, row: Row) -> list[float]:

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from mpizero.bench.flags import size_of
 from mpizero.cli.plan_words import amount_of, bytes_of, speed_of
-from mpizero.cli.quantities import count_of, per_byte_of, seconds_of
-from mpizero.collectives.links import Link
+from mpizero.cli.quantities import count_of, links_of, one_of
 from mpizero.errors import ArgumentError, must_be
 from mpizero.plan import ACCOUNTS, DTYPES, STAGES, Limits, ModelShape, Setup, equal_units, transformer, widths
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
+
+    from mpizero.collectives.links import Link
 
 __all__ = ["DEVICES", "OPTIMIZERS", "OWN", "UNITS", "Question", "question_of"]
 
@@ -65,11 +66,7 @@ def question_of(options: argparse.Namespace) -> Question:
     if (tokens is None) != (flops is None):
         got = "--tokens" if flops is None else "--flops"
         raise ArgumentError(must_be("computation", "given by --tokens and --flops together", f"{got} alone"))
-    latency, rate = (
-        _pair(flag, getattr(options, flag[2:]), parse)
-        for flag, parse in (("--alpha", seconds_of), ("--beta", per_byte_of))
-    )
-    links = [Link(alpha=seconds, beta=per_byte) for seconds, per_byte in zip(latency, rate, strict=True)]
+    links = links_of(options.alpha, options.beta)
     return Question(
         model=model,
         assumed=given[0] == "params" and options.units is None,
@@ -81,18 +78,11 @@ def question_of(options: argparse.Namespace) -> Question:
             activations=bytes_of("--activations", options.activations),
             batch=count_of("--batch", options.batch) if options.batch is not None else 0,
         ),
-        links=(links[0], links[1]),
+        links=links,
         wires=per_node if options.wires is None else count_of("--wires", options.wires),
         tokens=amount_of("--tokens", tokens) if tokens is not None else 0,
         flops=speed_of("--flops", flops) if flops is not None else 0,
     )
-
-
-def one_of(what: str, word: str, known: tuple[str, ...]) -> str:
-    """Return the word; raise ArgumentError where it is none of those known."""
-    if word not in known:
-        raise ArgumentError(must_be(what, f"one of {', '.join(known)}", word))
-    return word
 
 
 def _check_belongs(options: argparse.Namespace, source: str) -> None:
@@ -205,12 +195,3 @@ def _setups(options: argparse.Namespace, own: str, per_node: int) -> tuple[Setup
         moments=OPTIMIZERS[one_of("--optimizer", options.optimizer, tuple(OPTIMIZERS))],
     )
     return tuple(replace(base, stage=stage) for stage in dict.fromkeys(stages))
-
-
-def _pair(flag: str, text: str, parse: Callable[[str, str], float]) -> tuple[float, float]:
-    """Return a value for the node and one for the network, of one that serves both or two with a comma between."""
-    words = text.split(",")
-    if len(words) > 2:
-        raise ArgumentError(must_be(flag, "one value, or two with a comma between", text))
-    values = [parse(flag, word) for word in words]
-    return values[0], values[-1]

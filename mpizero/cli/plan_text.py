@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mpizero.cli.plan_question import OWN, Question
 from mpizero.cli.plan_words import scale_of, show_size
-from mpizero.cli.quantities import show_seconds
+from mpizero.cli.quantities import show_rate, show_seconds
 from mpizero.plan import ACCOUNTS
 from mpizero.tables import aligned
 
@@ -115,7 +115,7 @@ def _costs(question: Question, rows: Sequence[Row]) -> str:
             shown = [times.communication, times.compute, times.exposed, times.compute + times.exposed]
         counts = [f"{traffic.nbytes / scale:.3g}", f"{traffic.collectives:,}", f"{traffic.messages:,}"]
         table.append([str(row.stage), *counts, *(_show_time(seconds) for seconds in shown)])
-    node, port = (_rate(link.beta) for link in question.links)
+    node, port = (show_rate(link.beta) for link in question.links)
     ports = f"{question.wires} port{'s' * (question.wires > 1)} of {port} per node"
     return (
         f"per rank and step\n{aligned([head, *table], right=range(1, len(head)))}\n\n"
@@ -126,10 +126,6 @@ def _costs(question: Question, rows: Sequence[Row]) -> str:
 def _show_time(seconds: float) -> str:
     """Return a time with three digits."""
     return show_seconds(float(f"{seconds:.3g}"))
-
-
-def _rate(per_byte: float) -> str:
-    return f"{1e-9 / per_byte:.4g} GB/s" if per_byte else "at no cost"
 
 
 def record_of(question: Question, rows: Sequence[Row], stage: int | None, said: Sequence[str]) -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from mpizero.cli.quantities import RATES
 from mpizero.errors import ArgumentError, must_be
 
 __all__ = ["amount_of", "bytes_of", "scale_of", "show_size", "speed_of"]
@@ -15,7 +16,6 @@ LONGEST = 30
 """Characters of an amount."""
 NUMBER = r"(\d+(?:\.\d+)?(?:[eE]\d{1,2})?) ?"
 AMOUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
-SIZES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 SPEEDS = {"": 1, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 
 
@@ -31,16 +31,16 @@ def amount_of(flag: str, text: str) -> int:
 def bytes_of(flag: str, text: str) -> float:
     """Return the bytes that a text such as 80GB, 64GiB or 500MB stands for; raise ArgumentError for another one."""
     found = re.fullmatch(NUMBER + "([KMGT]?)(i?)B", text)
-    if not found or (found[3] and not found[2]):
+    if not found or (found[3] and not found[2]) or len(text) >= LONGEST:
         raise ArgumentError(must_be(flag, "a number of bytes as 80GB, 500MB or 64GiB", text))
     power = "KMGT".find(found[2]) + 1 if found[2] else 0
-    return float(found[1]) * (1024**power if found[3] else SIZES[found[2]])
+    return float(found[1]) * (1024**power if found[3] else RATES[found[2]])
 
 
 def speed_of(flag: str, text: str) -> float:
     """Return the operations per second that a text such as 400T or 1.2P stands for; raise ArgumentError."""
     found = re.fullmatch(NUMBER + "([MGTP]?)", text)
-    if not found or float(found[1]) == 0:
+    if not found or float(found[1]) == 0 or len(text) >= LONGEST:
         raise ArgumentError(must_be(flag, "operations per second above 0, as 400T or 1.2P", text))
     return float(found[1]) * SPEEDS[found[2]]
 

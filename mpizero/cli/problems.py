@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from mpizero.cli.facts import Host, RankFacts
     from mpizero.comm.describe import MpiFacts
 
-__all__ = ["Problem", "gpu_problems", "host_problems", "job_problems", "library_problems", "rank_problems"]
+__all__ = [
+    "Problem",
+    "gpu_problems",
+    "host_problems",
+    "job_problems",
+    "library_problems",
+    "problem_of",
+    "rank_problems",
+]
 
 SMALL_SHM = 64 << 20
 """Bytes of /dev/shm that a container has by default, too few for the buffers that ranks of a host share."""
@@ -27,6 +35,12 @@ class Problem:
     remedy: str
     fails: bool
     """Whether a job will fail by it, rather than be slower or smaller than it could be."""
+
+
+def problem_of(error: Exception, *, fails: bool = True) -> Problem:
+    """Return what an error says, up to what was got, and what it says to do."""
+    text, _, remedy = str(error).partition("): ")
+    return Problem(text=f"{text})" if remedy else text, remedy=remedy, fails=fails)
 
 
 def host_problems(host: Host) -> Iterator[Problem]:

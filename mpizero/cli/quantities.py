@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
+from mpizero.collectives.links import Link
 from mpizero.errors import ArgumentError, must_be
 
-__all__ = ["count_of", "per_byte_of", "seconds_of", "show_bytes", "show_seconds"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = [
+    "RATES",
+    "count_of",
+    "links_of",
+    "one_of",
+    "per_byte_of",
+    "seconds_of",
+    "show_bytes",
+    "show_rate",
+    "show_seconds",
+]
 
 TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 RATES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -57,3 +72,30 @@ def show_bytes(nbytes: float) -> str:
             break
         size, unit = size / 1024, larger
     return f"{size:.4g} {unit}"
+
+
+def show_rate(per_byte: float, free: str = "at no cost") -> str:
+    """Return seconds per byte as a rate, with four digits; `free` for none."""
+    return f"{1e-9 / per_byte:.4g} GB/s" if per_byte else free
+
+
+def one_of(what: str, word: str, known: tuple[str, ...]) -> str:
+    """Return the word if it is a known one; raise ArgumentError else."""
+    if word not in known:
+        raise ArgumentError(must_be(what, f"one of {', '.join(known)}", word))
+    return word
+
+
+def pair_of(flag: str, text: str, parse: Callable[[str, str], float]) -> tuple[float, float]:
+    """Return a value for the node and one for the network, of one that serves both or two with a comma between."""
+    words = text.split(",")
+    if len(words) > 2:
+        raise ArgumentError(must_be(flag, "one value, or two with a comma between", text))
+    values = [parse(flag, word) for word in words]
+    return values[0], values[-1]
+
+
+def links_of(alpha: str, beta: str) -> tuple[Link, Link]:
+    """Return the links within a node and between nodes that `--alpha` and `--beta` describe; raise ArgumentError."""
+    latency, rate = pair_of("--alpha", alpha, seconds_of), pair_of("--beta", beta, per_byte_of)
+    return Link(alpha=latency[0], beta=rate[0]), Link(alpha=latency[1], beta=rate[1])

@@ -7,18 +7,26 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from mpizero.bench.flags import size_of
-from mpizero.cli.quantities import count_of, per_byte_of, seconds_of, show_bytes, show_seconds
+from mpizero.cli.quantities import (
+    count_of,
+    links_of,
+    one_of,
+    per_byte_of,
+    seconds_of,
+    show_bytes,
+    show_rate,
+    show_seconds,
+)
 from mpizero.collectives.cost import Cost, cost, lower_bound
-from mpizero.collectives.links import Cluster, Link, place
+from mpizero.collectives.links import Cluster, place
 from mpizero.collectives.registry import OPERATIONS, algorithms_of
 from mpizero.errors import ArgumentError, must_be
 from mpizero.tables import aligned
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
 
-__all__ = ["configure", "one_of", "pair_of", "run"]
+__all__ = ["configure", "run"]
 
 SCHEMA = 1
 PLACEMENTS = ("block", "round-robin")
@@ -98,9 +106,7 @@ def _question(options: argparse.Namespace) -> Question:
     size = count_of("--ranks", options.ranks)
     per_node = count_of("--per-node", options.per_node)
     spread = one_of("--placement", options.placement, PLACEMENTS) != PLACEMENTS[0]
-    latency, rate = (pair_of(f"--{name}", vars(options)[name], parse) for name, parse in
-                     (("alpha", seconds_of), ("beta", per_byte_of)))  # fmt: skip
-    local, remote = (Link(alpha=seconds, beta=per_byte) for seconds, per_byte in zip(latency, rate, strict=True))
+    local, remote = links_of(options.alpha, options.beta)
     root = count_of("--root", options.root, 0)
     if root >= size:
         raise ArgumentError(must_be("--root", f"a rank, 0 to {size - 1}", root))
@@ -122,22 +128,6 @@ def _question(options: argparse.Namespace) -> Question:
         pieces=count_of("--pieces", options.pieces),
         dtype=one_of("--dtype", options.dtype, tuple(WIDTHS)),
     )
-
-
-def one_of(what: str, word: str, known: tuple[str, ...]) -> str:
-    """Return the word if it is a known one; raise ArgumentError else."""
-    if word not in known:
-        raise ArgumentError(must_be(what, f"one of {', '.join(known)}", word))
-    return word
-
-
-def pair_of(flag: str, text: str, parse: Callable[[str, str], float]) -> tuple[float, float]:
-    """Return a value for the node and one for the network, of one that serves both or two with a comma between."""
-    words = text.split(",")
-    if len(words) > 2:
-        raise ArgumentError(must_be(flag, "one value, or two with a comma between", text))
-    values = [parse(flag, word) for word in words]
-    return values[0], values[-1]
 
 
 def _speeds(question: Question, seconds: float) -> tuple[float, float]:
@@ -179,19 +169,15 @@ def _title(question: Question) -> str:
     counts = [len(ranks) for ranks in cluster.members().values()]
     each = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
     links = [
-        f"{name} {show_seconds(link.alpha)} + {_rate(link.beta)}"
+        f"{name} {show_seconds(link.alpha)} + {show_rate(link.beta)}"
         for name, link in (("node", cluster.local), ("network", cluster.remote))
     ]
     return (
         f"{question.operation} of {show_bytes(question.nbytes)} of {question.dtype} over {cluster.size:,} ranks on "
         f"{len(counts):,} nodes of {each} ranks\n"
-        f"{', '.join(links)} on each of {cluster.wires} ports; reduces {_rate(cluster.gamma)}, copies "
-        f"{_rate(cluster.copy)}, {show_seconds(cluster.post)} per message; {question.pieces} pieces"
+        f"{', '.join(links)} on each of {cluster.wires} ports; reduces {show_rate(cluster.gamma)}, copies "
+        f"{show_rate(cluster.copy)}, {show_seconds(cluster.post)} per message; {question.pieces} pieces"
     )
-
-
-def _rate(per_byte: float) -> str:
-    return f"{1e-9 / per_byte:.4g} GB/s" if per_byte else "at no cost"
 
 
 def _record(question: Question, costs: dict[str, Cost], least: float) -> dict[str, object]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpizero.bench.flags import size_of
-from mpizero.bench.timeline import FORMATS, draw
-from mpizero.cli.quantities import count_of, per_byte_of, seconds_of
-from mpizero.cli.simulate import one_of, pair_of
+from mpizero.bench.plots import FORMATS, picture_file
+from mpizero.bench.timeline import draw
+from mpizero.cli.plan_words import amount_of
+from mpizero.cli.quantities import count_of, links_of, one_of, per_byte_of, seconds_of
 from mpizero.cli.step_report import Asked, record, text
-from mpizero.collectives.links import Cluster, Link, place
+from mpizero.collectives.links import Cluster, place
 from mpizero.errors import ArgumentError, must_be
 from mpizero.plan import transformer
 from mpizero.plan.simulation import simulate_step
@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("--per-node", "8", "ranks on a node"),
         ("--layers", "", "layers of a decoder-only transformer, each a unit"),
         ("--width", "", "its width"),
-        ("--params", "", "its parameters in place of these, as 7e9 or 7G: layers and width are chosen"),
+        ("--params", "", "its parameters in place of these, as 7e9 or 7B: layers and width are chosen"),
         ("--vocabulary", "0", "rows of its embedding"),
         ("--context", "2048", "tokens of a sequence"),
         ("--batch", "1", "sequences of a rank in one backward"),
@@ -88,7 +88,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Simulate, and print a table or JSON; raise ArgumentError for values that make no sense."""
-    target = _target(options.plot)
+    target = picture_file("--plot", options.plot)
     asked = _asked(options)
     choice = one_of("--choice", options.choice, CHOICES)
     service = one_of("--service", options.service, SERVICES)
@@ -110,9 +110,7 @@ def _asked(options: argparse.Namespace) -> Asked:
     ranks, per_node = count_of("--ranks", options.ranks), count_of("--per-node", options.per_node)
     context = count_of("--context", options.context)
     width = PRECISIONS[one_of("--precision", options.precision, tuple(PRECISIONS))]
-    latency = pair_of("--alpha", options.alpha, seconds_of)
-    rate = pair_of("--beta", options.beta, per_byte_of)
-    local, remote = (Link(alpha=seconds, beta=per_byte) for seconds, per_byte in zip(latency, rate, strict=True))
+    local, remote = links_of(options.alpha, options.beta)
     flops = _number("--flops", options.flops)
     training = Training(
         model=_model(options, context),
@@ -157,19 +155,13 @@ def _asked(options: argparse.Namespace) -> Asked:
     )
 
 
-MOST = 1e18
-"""Parameters: a model has a unit for each layer, of which there are more the larger it is."""
-
-
 def _model(options: argparse.Namespace, context: int) -> ModelShape:
     """Return the model that layers and width, or the number of its parameters, describe."""
     vocabulary = count_of("--vocabulary", options.vocabulary, 0)
     if options.params:
         if options.layers or options.width:
             raise ArgumentError(must_be("--params", "given without --layers and --width", options.params))
-        number = _number("--params", options.params, above=True)
-        if number > MOST:
-            raise ArgumentError(must_be("--params", f"at most {MOST:.0e}", options.params))
+        number = amount_of("--params", options.params)
         width = max(128, round((number * DEPTH / 12) ** (1 / 3) / 128) * 128)
         layers = max(1, round(number / (12 * width**2)))
         return transformer(layers, width, vocabulary=vocabulary, context=context)
@@ -197,14 +189,3 @@ def _slow(written: str) -> dict[int, float]:
             raise ArgumentError(must_be("--slow", "ranks with factors, as 3:1.5,17:2", written))
         found[count_of("--slow", rank, 0)] = _number("--slow", factor, above=True)
     return found
-
-
-def _target(written: str) -> Path | None:
-    """Return the file for the picture, which must be one that can be written, before anything is simulated."""
-    if not written:
-        return None
-    path = Path(written)
-    if path.suffix not in FORMATS or not path.resolve().parent.is_dir():
-        rule = f"a file that ends in {' or '.join(FORMATS)}, in a folder that exists"
-        raise ArgumentError(must_be("--plot", rule, written))
-    return path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from mpizero.cli.quantities import show_bytes, show_seconds
+from mpizero.cli.quantities import show_bytes, show_rate, show_seconds
 from mpizero.tables import aligned
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ class Asked:
     def network(self) -> str:
         """Return the links in a line."""
         local, remote = (
-            f"{_rate(link.beta)}, {show_seconds(link.alpha)}" for link in (self.cluster.local, self.cluster.remote)
+            f"{show_rate(link.beta, 'no limit')}, {show_seconds(link.alpha)}"
+            for link in (self.cluster.local, self.cluster.remote)
         )
         ports = f"{self.cluster.wires} port{'s' * (self.cluster.wires != 1)} of a node"
         return f"links: {local} within a node; {remote} on each of {ports}"
@@ -102,7 +103,3 @@ def record(asked: Asked, step: Step) -> dict[str, Any]:
         "state": asdict(step.state),
         "traffic": [asdict(one) for one in step.traffic],
     }
-
-
-def _rate(per_byte: float) -> str:
-    return f"{1e-9 / per_byte:.4g} GB/s" if per_byte else "no limit"

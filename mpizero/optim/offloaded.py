@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mpizero.errors import ArgumentError, ArgumentTypeError, MpiZeroError, must_be
+from mpizero.errors import ArgumentError, ArgumentTypeError, DiskError, MpiZeroError, must_be
 from mpizero.optim.streaming import Array, Bit, Group, Part, Stream, groups_of
-from mpizero.shard.offload import raise_together
+from mpizero.shard.agree import raise_together
 from mpizero.shard.optimizers import ELEMENTWISE, is_elementwise
 from mpizero.shard.runtime import runtime_of
 
@@ -118,12 +118,12 @@ class Offloaded(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        failure: MpiZeroError | None = None
+        failure: MpiZeroError | str = ""
         try:
             self._step()
         except MpiZeroError as error:
             failure = error
-        raise_together(self._runtime.comm, failure)
+        raise_together(self._runtime.comm, failure, DiskError)
         return loss
 
     def _step(self) -> None:
@@ -132,7 +132,7 @@ class Offloaded(torch.optim.Optimizer):
             self._groups = groups_of(self._flats(), self._most())
         groups = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         fresh: dict[int, dict[str, Any]] = {}
-        busy = [group for group in self._groups if any(self._bits(part, groups) for part in group.parts)]
+        busy = [group for group in self._groups if any(self._bits(part, groups) for part in group)]
         known = self._keys()
         self._stream.run(busy, lambda group: self._update(group, groups, fresh))
         for flat in self._flats():
@@ -176,7 +176,7 @@ class Offloaded(torch.optim.Optimizer):
         """Have the inner optimizer step over a group."""
         places: list[tuple[Part, Bit, nn.Parameter]] = []
         chosen: list[list[nn.Parameter]] = [[] for _ in self.param_groups]
-        for part in group.parts:
+        for part in group:
             for bit in self._bits(part, groups):
                 shard = part.flat.shards[bit.index]
                 param = self._stand_in(part, bit, shard)
@@ -190,7 +190,7 @@ class Offloaded(torch.optim.Optimizer):
         for part, bit, param in places:
             entry = inner.state.pop(param, {})
             self._keep(part, bit, param, entry, fresh)
-        for part in group.parts:
+        for part in group:
             self._hand_on(part)
 
     def _stand_in(self, part: Part, bit: Bit, shard: nn.Parameter) -> nn.Parameter:

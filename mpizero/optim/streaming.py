@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mpizero.arrays.disk import BLOCK, page_aligned
+from mpizero.arrays.disk import BLOCK, page_aligned, whole_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -67,11 +67,8 @@ class Part:
     """The same as bytes, to the end of their last blocks."""
 
 
-@dataclass(kw_only=True)
-class Group:
-    """Be what is read, updated and written at a time."""
-
-    parts: list[Part]
+Group = list[Part]
+"""What is read, updated and written at a time."""
 
 
 def groups_of(flats: Iterable[Any], most: int) -> list[Group]:
@@ -82,18 +79,18 @@ def groups_of(flats: Iterable[Any], most: int) -> list[Group]:
         most: elements of a group; at least one cut's.
     """
     most = max(most // CUT * CUT, CUT)
-    groups, room = [], 0
+    groups: list[Group] = []
+    room = 0
     for flat in flats:
         bits, start, length = _bits(flat), 0, flat.master.numel()
         while start < length:
             if room < min(CUT, length - start):
-                groups.append(Group(parts=[]))
+                groups.append([])
                 room = most
             stop = min(length, start + room)
             inside = [bit for bit in bits if start <= bit.start < stop or bit.start < start < bit.stop]
-            groups[-1].parts.append(
-                Part(flat=flat, start=start, stop=stop, bits=[_cut(b, start, stop) for b in inside])
-            )
+            cut = [_cut(bit, start, stop) for bit in inside]
+            groups[-1].append(Part(flat=flat, start=start, stop=stop, bits=cut))
             room -= -(-(stop - start) // CUT) * CUT
             start = stop
     return groups
@@ -143,7 +140,7 @@ class Stream:
         Raises:
             DiskError: if the disk fails; what was updated until then may be written or not.
         """
-        self._now = {id(part.flat): self._find(part.flat) for group in groups for part in group.parts}
+        self._now = {id(part.flat): self._find(part.flat) for group in groups for part in group}
         self._take_memory(groups)
         written: list[Future[None] | None] = [None] * MEMORIES
         reading: Future[None] | None = None
@@ -174,7 +171,7 @@ class Stream:
 
     def _bytes(self, group: Group) -> int:
         return sum(
-            _blocks(part.stop - part.start, array) for part in group.parts for array in self._arrays(part.flat).values()
+            _blocks(part.stop - part.start, array) for part in group for array in self._arrays(part.flat).values()
         )
 
     def _arrays(self, flat: Any) -> dict[str, Array]:
@@ -191,7 +188,7 @@ class Stream:
         if before is not None:
             before.result()
         at = 0
-        for part in group.parts:
+        for part in group:
             for name, array in self._arrays(part.flat).items():
                 nbytes = _blocks(part.stop - part.start, array)
                 slot = memory[at : at + nbytes]
@@ -202,7 +199,7 @@ class Stream:
                 part.slots[name] = torch.frombuffer(slot, dtype=array.dtype, count=part.stop - part.start)
 
     def _write(self, group: Group) -> None:
-        for part in group.parts:
+        for part in group:
             arrays = self._arrays(part.flat)
             for name, slot in part.memory.items():
                 arrays[name].region.write(slot, part.start * arrays[name].dtype.itemsize)
@@ -212,4 +209,4 @@ class Stream:
 
 def _blocks(numel: int, array: Array) -> int:
     """Return the bytes of whole blocks for so many elements: the last of a region has room to its end."""
-    return -(-numel * array.dtype.itemsize // BLOCK) * BLOCK
+    return whole_blocks(numel * array.dtype.itemsize)

@@ -1,21 +1,18 @@
 """The arithmetic of sharding: layouts and estimates. Knows no torch, no processes and no files."""
 
-from mpizero.plan.accounts import ACCOUNTS, Account, account_bytes, account_of
+from mpizero.plan.accounts import ACCOUNTS, account_bytes
 from mpizero.plan.advice import Limits, advice, enough_ranks, smallest_stage
 from mpizero.plan.layout import ALIGNMENT, Layout, Piece, Slot, layout_of
 from mpizero.plan.memory import STAGES, StateBytes, check_stage, model_state_bytes, sent_per_step
 from mpizero.plan.model import ModelShape, UnitShape, equal_units, transformer
 from mpizero.plan.setup import DTYPES, Setup, Widths, widths
-from mpizero.plan.step import PHASES, Footprint, Step, step_of
+from mpizero.plan.step import Step, step_of
 
 __all__ = [
     "ACCOUNTS",
     "ALIGNMENT",
     "DTYPES",
-    "PHASES",
     "STAGES",
-    "Account",
-    "Footprint",
     "Layout",
     "Limits",
     "ModelShape",
@@ -27,7 +24,6 @@ __all__ = [
     "UnitShape",
     "Widths",
     "account_bytes",
-    "account_of",
     "advice",
     "check_stage",
     "enough_ranks",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mpizero.errors import ArgumentError, must_be
 from mpizero.plan.memory import StateBytes, check_stage
 
-__all__ = ["ACCOUNTS", "Account", "account_bytes", "account_of"]
+__all__ = ["ACCOUNTS", "Account", "account_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,6 @@ ACCOUNTS = {
     "16": Account(name="16", gradients=2, about="bf16 gradients"),
     "20": Account(name="20", gradients=6, about="bf16 gradients and an fp32 accumulator"),
 }
-
-
-def account_of(name: str) -> Account:
-    """Return an account by its name; raise ArgumentError for another one."""
-    if name not in ACCOUNTS:
-        raise ArgumentError(must_be("accounting", f"one of {', '.join(ACCOUNTS)}", name))
-    return ACCOUNTS[name]
 
 
 def account_bytes(numel: int, ranks: int, stage: int, account: Account) -> StateBytes:

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from mpizero.plan.ledger import Ledger
     from mpizero.plan.setup import Setup
 
-__all__ = ["Buckets"]
+__all__ = ["AT_ONCE", "ROOMS", "Buckets"]
 
 ROOMS = 2
-"""Units beside the root that have room in shared memory."""
+"""Units beside the root whose gradients have room that peers can read."""
 AT_ONCE = 2
-"""Reductions under way that hold memory."""
+"""Reductions under way at a time where gradients are cut, and on a GPU: each holds a unit's gradients."""
 
 
 @dataclass(kw_only=True)

@@ -82,6 +82,8 @@ class Actor:
         """
         self.program, self.factors, self.draw, self.traced = program, factors, draw, traced
         self.position = 0
+        self.awaits = -1
+        """The number of the collective that it waits for, -1 for none."""
         self.debts: dict[int, float] = {}
         """By number of a collective that is not waited for, the seconds of the core that it may still take."""
         self.started: dict[int, _Run] = {}
@@ -180,8 +182,6 @@ class _Course:
         """By link, those that could begin if it were free, where links are not shared."""
         self.joint: dict[int, _Run] = {}
         """By number, collectives of all actors that some have come to."""
-        self.waiting: dict[int, dict[int, None]] = {}
-        """By collective, the actors that wait for it."""
 
     def follow(self) -> None:
         """Run to the end."""
@@ -210,7 +210,7 @@ class _Course:
             else:
                 run = actor.started.get(job)
                 if run is None or run.end < 0:
-                    self.waiting.setdefault(job, {})[index] = None
+                    actor.awaits = job
                     return
                 actor.await_end(run)
                 del actor.started[job]
@@ -277,9 +277,9 @@ class _Course:
         for link in run.links:
             if self.queued.get(link):
                 self._try(now, self.queued[link][0])
-        woken = self.waiting.get(run.number, {})
         for index in run.actors:
-            if woken.pop(index, 0) is None:
+            if self.actors[index].awaits == run.number:
+                self.actors[index].awaits = -1
                 self._advance(index)
 
     def _tell(self, now: float, run: _Run) -> None:

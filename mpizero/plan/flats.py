@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from mpizero.plan.layout import layout_of
@@ -52,7 +51,6 @@ class Flat:
         return self.length * self.reduce * self.trained
 
 
-@lru_cache(maxsize=256)
 def flats_of(unit: UnitShape, setup: Setup) -> tuple[Flat, ...]:
     """Return a unit's flat buffers: one for each kind of precision and of being trained that its parameters have."""
     groups: dict[tuple[bool, bool], list[tuple[str, tuple[int, ...]]]] = {}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from mpizero.plan.buckets import AT_ONCE
 from mpizero.plan.layout import layout_of
 from mpizero.plan.prices import Price, Prices, group_of, replicas_of
 
@@ -26,8 +27,6 @@ WORLD, GROUP, REPLICAS = "world", "group", "replicas"
 """Communicators; each runs its collectives in the order in which they were begun."""
 RECORD = 20
 """Bytes that each rank tells the others in a meeting."""
-AT_ONCE = 2
-"""Reductions under way at a time where gradients are cut."""
 
 
 class Job(NamedTuple):
@@ -117,9 +116,7 @@ class _Writer:
         self.training, self.speeds, self.cluster = training, speeds, cluster
         self.alone = cluster.size == 1
         self.cut = training.stage >= 1 and group > 1
-        self.group = group if self.cut or training.stage else cluster.size
-        if not self.cut:
-            self.group = cluster.size
+        self.group = group if self.cut else cluster.size
         self.hybrid = self.group < cluster.size
         self.program = Program(group=self.group, stage=training.stage if self.cut else 0, drive=speeds.drive)
         self.prices = {

@@ -83,9 +83,8 @@ def step_of(model: ModelShape, setup: Setup) -> Step:
         walk.forward(first=number == 0)
         walk.backward(sync=number == setup.micro_batches - 1)
     state = state_of((flat for unit in walk.flats for flat in unit), setup)
-    held = {"forward": walk.ledger.peaks.get("forward", Held()), "backward": walk.ledger.peaks.get("backward", Held())}
-    room = walk.buckets.room_bytes
-    phases = {phase: Footprint(state=state, room=room, held=held.get(phase, Held())) for phase in PHASES}
+    room, peaks = walk.buckets.room_bytes, walk.ledger.peaks
+    phases = {phase: Footprint(state=state, room=room, held=peaks.get(phase, Held())) for phase in PHASES}
     largest = max((sum(flat.full_bytes for flat in unit) for unit in walk.flats[:-1]), default=0)
     return Step(setup=setup, phases=phases, acts=tuple(walk.ledger.acts), largest_unit=largest)
 

@@ -16,12 +16,32 @@ from zlib import crc32
 import numpy as np
 
 from mpizero.collectives import all_gather
-from mpizero.errors import ArgumentError, CollectiveError, CollectiveTimeoutError, ShardError, must_be
+from mpizero.errors import (
+    ArgumentError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    MpiZeroError,
+    ShardError,
+    must_be,
+)
+from mpizero.tables import ranks_in_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["EVENTS", "Agreement", "Event", "agree", "agreements", "check_same", "gather_texts", "naming"]
+__all__ = [
+    "EVENTS",
+    "Agreement",
+    "Event",
+    "agree",
+    "agreements",
+    "check_same",
+    "gather_texts",
+    "listed",
+    "naming",
+    "raise_together",
+    "said_by",
+]
 
 EVENTS = (
     *("forward", "backward", "end of backward", "unsharded", "full_parameters", "clip_grad_norm_", "full_parameter"),
@@ -30,6 +50,8 @@ EVENTS = (
 
 
 COUNT = "agreements"
+SHOWN = 12
+"""Names in an error, and ranks with words of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +171,45 @@ def gather_texts(comm: Any, text: str) -> list[str]:
         return [""] * comm.size
     joined = all_gather(mine, comm, counts=lengths, algorithm="direct")
     return [part.tobytes().decode() for part in np.split(joined, np.cumsum(lengths)[:-1])]
+
+
+def raise_together(comm: Any, found: MpiZeroError | str, kind: type[MpiZeroError]) -> None:
+    """Raise an error with one and the same text on all ranks if any of them has something to say.
+
+    Args:
+        comm: the ranks.
+        found: what is wrong on this rank; "" for nothing. Where all ranks say the same, an error is raised as it is,
+            else it is one of `kind`.
+        kind: of error.
+
+    Collective: two all-gathers, one of 8 bytes per rank where nothing is wrong anywhere, none on one rank.
+    """
+    text = str(found)
+    texts = gather_texts(comm, text) if comm.size > 1 else [text]
+    if not any(texts):
+        return
+    if isinstance(found, MpiZeroError) and len(set(texts)) == 1:
+        raise found
+    raise kind(said_by(texts))
+
+
+def said_by(texts: list[str]) -> str:
+    """Return in one text what the ranks say; a rank's number stands before its words unless all say the same."""
+    if len(set(texts)) == 1:
+        return texts[0]
+    who: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        if text:
+            who.setdefault(text, []).append(rank)
+    lines = [f"{ranks_in_words(ranks, SHOWN)}: {text}" for text, ranks in who.items()]
+    return listed(lines, "; ")
+
+
+def listed(items: Any, between: str = ", ") -> str:
+    """Return things in a row, a dozen at most, and how many there are beyond."""
+    items = list(items)
+    more = f"{between}and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    return between.join(str(item) for item in items[:SHOWN]) + more
 
 
 def _describe(row: list[int], names: list[str]) -> str:

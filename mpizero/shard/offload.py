@@ -26,12 +26,12 @@ from torch import Tensor
 
 from mpizero.arrays.disk import BLOCK, Region, Scratch
 from mpizero.errors import ArgumentError, ArgumentTypeError, DiskError, MpiZeroError, must_be
-from mpizero.shard.agree import gather_texts
+from mpizero.shard.agree import raise_together
 
 if TYPE_CHECKING:
     from mpizero.shard.policy import Lifetime
 
-__all__ = ["CPU", "Offload", "Source", "Spill", "check_spill", "checked_offload", "make_spill", "raise_together", "raw"]
+__all__ = ["Offload", "Source", "Spill", "check_spill", "checked_offload", "make_spill"]
 
 CPU = "cpu"
 Place = str | os.PathLike[str] | None
@@ -107,7 +107,7 @@ class Spill:
         self.files = list(made.values())
         self.optimizer = None if folders["optimizer"] is None else made[folders["optimizer"]]
         self.params = None if folders["params"] is None else made[folders["params"]]
-        self.failure: MpiZeroError | None = None
+        self.failure: MpiZeroError | str = ""
         """What failed while the model was moved, until all ranks know."""
 
     def source(self, master: Tensor, dtype: torch.dtype, lifetime: Lifetime, full: Tensor | None) -> Source:
@@ -184,7 +184,7 @@ class Source:
         """
         self._freshen(target.dtype)
         if self.on_disk is not None:
-            self.on_disk.read(raw(target))
+            self.on_disk.read(raw(target), buffered=True)  # where `expect` has it read ahead
         elif self.working is None:
             target.copy_(self.master)
         elif self.working.data_ptr() != target.data_ptr():
@@ -241,38 +241,24 @@ def make_spill(offload: Offload | None, comm: Any) -> Spill | None:
     """
     if offload is None:
         return None
-    spill, failure = None, None
+    spill: Spill | None = None
+    failure: MpiZeroError | str = ""
     try:
         spill = Spill(offload)
     except MpiZeroError as error:
         failure = error
-    raise_together(comm, failure)
-    if spill is not None and comm.rank == 0:
-        for file in spill.files:
-            if file.in_memory:
-                warnings.warn(
-                    f"{file.folder} is memory (tmpfs), not a disk: what is moved there still takes it", stacklevel=4
-                )
+    raise_together(comm, failure, DiskError)
+    for file in spill.files if spill is not None and comm.rank == 0 else ():
+        if file.in_memory:
+            text = f"{file.folder} is memory (tmpfs), not a disk: what is moved there still takes it"
+            warnings.warn(text, stacklevel=4)
     return spill
 
 
 def check_spill(spill: Spill | None, comm: Any) -> None:
     """Raise DiskError on every rank if moving the model has failed on some. Collective where something was moved."""
     if spill is not None:
-        raise_together(comm, spill.failure)
-
-
-def raise_together(comm: Any, failure: BaseException | None) -> None:
-    """Raise DiskError on every rank if some rank has failed; says which. Collective.
-
-    Args:
-        comm: the ranks.
-        failure: what this rank has met, None if all went well.
-    """
-    texts = gather_texts(comm, "" if failure is None else f"{failure}")
-    said = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
-    if said:
-        raise DiskError("; ".join(said)) from failure
+        raise_together(comm, spill.failure, DiskError)
 
 
 def write(region: Region, values: Tensor) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mpizero.collectives import all_reduce, empty, reduce_scatter
+from mpizero.plan.buckets import AT_ONCE, ROOMS
 from mpizero.shard.agree import naming
 
 if TYPE_CHECKING:
@@ -29,11 +30,6 @@ if TYPE_CHECKING:
     from mpizero.shard.unit import Unit
 
 __all__ = ["Reductions"]
-
-ROOMS = 2
-"""Units beside the root whose gradients have room that peers can read."""
-AT_ONCE = 2
-"""Reductions under way at a time where gradients are cut, and on a GPU: each holds a unit's gradients."""
 
 
 @dataclass(kw_only=True, eq=False)

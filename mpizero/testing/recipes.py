@@ -85,12 +85,11 @@ def libraries() -> tuple[str, ...]:
     return ("numpy", "torch") if there else ("numpy",)
 
 
-def draw(pick: Pick, *, sizes: Sequence[int] = SIZES, kinds: Sequence[str] = ("numpy",)) -> Recipe:
+def draw(pick: Pick, *, kinds: Sequence[str] = ("numpy",)) -> Recipe:
     """Return a recipe.
 
     Args:
         pick: makes each choice; the plain values come first, which is where hypothesis shrinks to.
-        sizes: numbers of elements to choose from.
         kinds: libraries to choose from, see `libraries`.
     """
     operation = pick(tuple(OPERATIONS))
@@ -110,7 +109,7 @@ def draw(pick: Pick, *, sizes: Sequence[int] = SIZES, kinds: Sequence[str] = ("n
         dtype=dtype,
         op=pick(OPS[DTYPES[dtype].kind]) if reduces else "sum",
         order=pick(("any", "canonical")) if reduces else "any",
-        count=pick(sizes),
+        count=pick(SIZES),
         root=pick(range(MOST_RANKS)) if OPERATIONS[operation].rooted else 0,
         layout="flat" if target == IN_PLACE and _is_chunked(operation) else layout,
         target=target,

@@ -216,7 +216,7 @@ def test_factories_that_are_none(capsys, factory, name, words, text):
         ([*SMALL[1:], "--flops", "0", "--tokens", "1"], "--flops must be operations per second above 0"),
         ([*SMALL[1:], "--beta", "fast"], "--beta must be a rate above 0"),
         ([*SMALL[1:], "--beta", "1GB/s,2GB/s,3GB/s"], "--beta must be one value, or two with a comma between"),
-        ([*SMALL[1:], "--plot", "plan.pdf"], "--plot must be a .png or .svg file"),
+        ([*SMALL[1:], "--plot", "plan.pdf"], "--plot must be a file that ends in .png or .svg"),
     ],
 )
 def test_bad_input(capsys, words, text):

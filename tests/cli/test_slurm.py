@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 LINE = [sys.executable, str(ROOT / "bin" / "slurm")]
 MPICH = Path(os.environ.get("MPIZERO_TEST_MPICH", ROOT / ".venv-mpich" / "lib" / "libmpi.so.12"))
 """MPICH's library; mpi4py's wheel loads it in place of its environment's own."""
-STEPS = 16
+STEPS = 10
 PATIENCE = 240
 LOSS = re.compile(r"validation loss +[\d.]+ -> ([\d.]+)")
 
@@ -76,12 +76,12 @@ def on_login_node(name, *line, **variables):
     return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True)
 
 
-def wait_for(output, *marks):
-    """Wait until a job's output has one of the marks; return all of it."""
+def wait_for(output, *marks, times=1):
+    """Wait until a job's output has one of the marks, so many times; return all of it."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         said = output.read_text() if output.exists() else ""
-        if any(mark in said for mark in marks):
+        if any(said.count(mark) >= times for mark in marks):
             return said
         time.sleep(0.05)
     raise AssertionError(output.read_text() if output.exists() else "nothing was written")
@@ -109,10 +109,7 @@ def jobs(slurm, submit, text, tmp_path_factory):
     on_login_node(slurm, "scancel", "--batch", "--signal=USR1", number)
     wait_for(signalled, "goes back into the queue", "rror")
     said = wait_for(whole, f"{STEPS} steps", "rror")
-    deadline = time.monotonic() + PATIENCE
-    while len(LOSS.findall(signalled.read_text())) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return signalled.read_text(), said
+    return wait_for(signalled, "validation loss", times=2), said
 
 
 def test_a_job_of_mpirun_that_is_signalled_saves_resumes_and_ends_with_the_losses_of_an_undisturbed_one(jobs):
@@ -171,9 +168,4 @@ def test_a_job_near_its_time_limit_saves_and_resumes(submit, text, tmp_path):
     saved = int((tmp_path / "latest").read_text().strip().removeprefix("step-"))
     assert saved >= 1
     assert f"stage 3 on 2 ranks, {saved} steps" in said
-    again = output.read_text().count("site plain: mpirun")
-    deadline = time.monotonic() + PATIENCE
-    while again < 2 and time.monotonic() < deadline:
-        time.sleep(0.1)
-        again = output.read_text().count("site plain: mpirun")
-    assert again >= 2
+    wait_for(output, "site plain: mpirun", times=2)

@@ -12,12 +12,13 @@ import torch
 from safetensors import safe_open
 
 from mpizero.checkpoint import files, folder
-from mpizero.checkpoint.failure import CheckpointError, listed, said_by
+from mpizero.checkpoint.failure import CheckpointError, listed
 from mpizero.checkpoint.files import Range, ShardFile, Want, write_file
 from mpizero.checkpoint.folder import Saving, clean, find, thin_out
 from mpizero.checkpoint.manifest import BLOCK, FileFacts, Manifest, shard_name
 from mpizero.checkpoint.values import decode, encode
 from mpizero.errors import ArgumentTypeError
+from mpizero.shard.agree import said_by
 
 SIZES = {"wide": ("F64", 8 * 3000), "odd": ("U8", 77), "half": ("BF16", 2 * 50001), "one": ("F32", 4)}
 

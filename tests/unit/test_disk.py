@@ -101,7 +101,7 @@ def test_groups_hold_every_element_once(tmp_path):
         flat.region = scratch.grow(4 * layout.shard_length)
         flats.append(flat)
     groups = groups_of(flats, 2 * CUT)
-    parts = [part for group in groups for part in group.parts]
+    parts = [part for group in groups for part in group]
     for flat in flats:
         mine = [part for part in parts if part.flat is flat]
         assert [part.start for part in mine] == [0, *(part.stop for part in mine[:-1])]
@@ -114,10 +114,10 @@ def test_groups_hold_every_element_once(tmp_path):
             assert runs
             if piece.numel:
                 assert [bit.skip for bit in runs] == [bit.start - piece.position for bit in runs]
-    assert max(sum(part.stop - part.start for part in group.parts) for group in groups) <= 2 * CUT
+    assert max(sum(part.stop - part.start for part in group) for group in groups) <= 2 * CUT
 
     def update(group):
-        for part in group.parts:
+        for part in group:
             part.slots["x"] += torch.arange(part.start, part.stop)
 
     stream = Stream(lambda flat: {"x": Array(region=flat.region, dtype=torch.float32)})
