@@ -29,9 +29,9 @@ from mpizero.comm.segment import PAGE, share
 from mpizero.comm.side import DeviceSide
 from mpizero.comm.standing import Member
 from mpizero.comm.strict import Strict
-from mpizero.comm.waiting import drive
+from mpizero.comm.waiting import drive, poll, spins_for
 from mpizero.comm.watch import has_been_told, watch
-from mpizero.errors import ArgumentTypeError, LaunchError, must_be
+from mpizero.errors import ArgumentTypeError, CollectiveTimeoutError, LaunchError, must_be
 from mpizero.settings import settings
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ class Communicator:
         if self.node is not self:
             return self.node.heap
         if self._heap is None:
-            self._heap = Heap(self._comm)
+            self._heap = Heap(self._comm, meet=partial(self._meet, "a symmetric buffer"))
         return self._heap
 
     @property
@@ -318,6 +318,25 @@ class Communicator:
             else:
                 time.sleep(NAP)
 
+    def _meet(self, what: str) -> None:
+        """Wait for all ranks ahead of what MPI does blocking: nobody looks after a rank that waits in there.
+
+        Raises:
+            CollectiveTimeoutError: if they do not come.
+        """
+        if self.size == 1:
+            return
+        others = [rank for rank in range(self.size) if rank != self.rank]
+
+        def missing() -> str:
+            return f"rank {self.rank} of {self.size} waits for all ranks to come to {what}"
+
+        done, needs = self._comm.Ibarrier().Test, (self.uid, lambda: others)
+        if not poll(done, self.transport.timeout, missing, spins=spins_for(self.size), needs=needs):
+            self.health.sound = False
+            where = "" if self._watch is None else self._watch.roll(self.uid)
+            raise CollectiveTimeoutError(f"{missing()} since {self.transport.timeout:g} s\n{where}".strip())
+
     def progress(self) -> None:
         """Advance what is under way without blocking, where the caller drives it; else nothing is to be done."""
         if self.driven_by_caller and self.under_way:
@@ -344,6 +363,7 @@ class Communicator:
             key: the wanted order; equal keys keep the order of this communicator's ranks.
         """
         self._settle()
+        self._meet("a split")
         part = self._comm.Split(color, key)
         try:
             return Communicator(part, timeout=self.transport.timeout, strict=self.strict is not None)
@@ -361,6 +381,7 @@ class Communicator:
         if self.board is None:
             return None
         self._settle()
+        self._meet("a window")
         made = share(self._comm, max(1, -(-nbytes // (PAGE * self.size))) * PAGE)
         return None if made is None else made.bytes[:nbytes]
 

@@ -79,14 +79,22 @@ class _Span(NamedTuple):
 class Heap:
     """Give out symmetric buffers to the ranks of one host."""
 
-    def __init__(self, mpi_comm: Any, make: Callable[[Any, int], Any] = share, table: Any = None) -> None:
+    def __init__(
+        self,
+        mpi_comm: Any,
+        make: Callable[[Any, int], Any] = share,
+        table: Any = None,
+        meet: Callable[[], None] | None = None,
+    ) -> None:
         """Give out pieces of segments.
 
         Args:
             mpi_comm: an mpi4py communicator whose ranks run on one host.
             make: makes a segment of so many bytes per rank, or None on all ranks; collective.
             table: where segments are remembered, `mappings()` by default.
+            meet: waits for all ranks; called ahead of each allocation.
         """
+        self._await_all = meet
         self._comm, self._make = mpi_comm, make
         self._table = mappings() if table is None else table
         self._used: dict[int, _Span] = {}
@@ -99,6 +107,8 @@ class Heap:
 
         Every rank must ask for the same number; the largest is given where they differ.
         """
+        if self._await_all is not None:
+            self._await_all()
         asked = self._comm.allgather((nbytes, tuple(self._dead)))
         size = -(-max(1, *(number for number, _ in asked)) // ALIGN) * ALIGN
         for number in set.intersection(*(set(dead) for _, dead in asked)):

@@ -105,6 +105,16 @@ def test_who_leaves_while_others_wait_is_named(run, records, way):
     assert 1 not in left_in(records)
 
 
+@pytest.mark.parametrize(("wait", "what"), [("mz.empty(8)", "a symmetric buffer"), ("mz.world().split(0)", "a split")])
+def test_who_leaves_ahead_of_what_mpi_does_blocking_is_named(run, wait, what):
+    code, text = run(f"world = mz.world()\nmz.barrier()\nif world.rank == 1: os._exit(3)\n{wait}\nprint('went on')\n")
+    assert code not in {0, TIMED_OUT}, text
+    assert "went on" not in text
+    said = line_of(text, "mpizero: rank 1 on ")
+    assert " left (os._exit(3)) after barrier #1; rank " in said
+    assert said.endswith(f" of 3 waits for all ranks to come to {what}; ending the job")
+
+
 def test_who_leaves_while_another_receives_is_named(run):
     """What it sent before that arrives."""
     code, text = run(
