@@ -51,6 +51,11 @@ export PATH PYTHONUNBUFFERED=1
 
 "$python" -m mpizero doctor --launcher "$launcher" || exit 1
 
+# Ahead of the line, into which Open MPI's launcher gets the names of what is set.
+export MPIZERO_UNBOUND=1 MPIZERO_GPUS=$gpus MPIZERO_PER_NODE=$per_node
+# Only a job that was started before has it: programs resume by it.
+[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || export MPIZERO_RESTART=$SLURM_RESTART_COUNT
+
 # Binding is bind.sh's, the same everywhere, so the launchers' own is off.
 read -r -a line <<<"$launcher $launcher_flags"
 case $(basename "${line[0]}") in
@@ -85,9 +90,6 @@ flux)
     esac
     ;;
 esac
-export MPIZERO_UNBOUND=1 MPIZERO_GPUS=$gpus
-# Only a job that was started before has it: programs resume by it.
-[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || export MPIZERO_RESTART=$SLURM_RESTART_COUNT
 line+=("$hpc/bind.sh" "$python" "$@")
 
 echo "hpc/job.sh: $ranks ranks on $nodes nodes, site $site: ${line[*]}"

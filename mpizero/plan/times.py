@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mpizero.collectives.cost import lower_bound
-from mpizero.collectives.links import Cluster, Link, place
+from mpizero.collectives.links import Cluster, place
 from mpizero.errors import ArgumentError, must_be
+from mpizero.plan.prices import group_of, replicas_of
 
 if TYPE_CHECKING:
+    from mpizero.collectives.links import Link
     from mpizero.plan.ledger import Move
     from mpizero.plan.model import ModelShape
     from mpizero.plan.setup import Setup
@@ -73,30 +74,17 @@ class Network:
             remote: between nodes: what one rank alone gets, and one port gives.
             wires: network ports of a node.
         """
-        self._setup, self._links, self._wires = setup, (local, remote), wires
+        nodes = place(setup.ranks, setup.per_node)
+        whole = Cluster(size=setup.ranks, nodes=nodes, local=local, remote=remote, wires=wires)
+        self._clusters = {False: group_of(whole, setup.shards), True: replicas_of(whole, setup.shards)}
+        """By whether a collective sums over replicas."""
         self._known: dict[Move, float] = {}
 
     def seconds(self, move: Move) -> float:
         """Return the least time of a collective."""
         if move not in self._known:
-            cluster = self._between_groups if move.across else self._within
-            self._known[move] = lower_bound(move.operation, cluster, move.nbytes)
+            self._known[move] = lower_bound(move.operation, self._clusters[move.across], move.nbytes)
         return self._known[move]
-
-    @cached_property
-    def _within(self) -> Cluster:
-        return self._cluster(self._setup.shards, self._setup.per_node, self._links[1])
-
-    @cached_property
-    def _between_groups(self) -> Cluster:
-        """Return the replicas of one rank, which share their nodes' ports with those of the others in its group."""
-        setup, link = self._setup, self._links[1]
-        beside = min(setup.group, setup.per_node)
-        shared = Link(alpha=link.alpha, beta=link.beta * max(1.0, beside / self._wires))
-        return self._cluster(setup.ranks // setup.group, max(1, setup.per_node // setup.group), shared)
-
-    def _cluster(self, size: int, per_node: int, remote: Link) -> Cluster:
-        return Cluster(size=size, nodes=place(size, per_node), local=self._links[0], remote=remote, wires=self._wires)
 
 
 def traffic_of(step: Step) -> Traffic:

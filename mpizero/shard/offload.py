@@ -208,8 +208,8 @@ class Source:
             self.on_disk.expect()
 
     def streamed(self) -> None:
-        """Say that a step has written master and working values alike, past the mapping."""
-        self._streamed = True
+        """Say that a step has written master and working values alike, past the mapping, where there was a gradient."""
+        self._streamed = self._known == self._version()  # else somebody has changed more than the step has written
         if self.region is not None:
             torch.autograd.graph.increment_version(self.master)  # as a step in memory would have
 

@@ -265,6 +265,8 @@ def test_the_line_of_each_launcher(start, program, options, version, line):
     assert ("--cpus-per-task=16" in shown) is ("SLURM_CPUS_PER_TASK" in options)
     assert shown.endswith(f"{HPC}/bind.sh {shown.split()[-4]} train.py --steps 3")
     assert "MPIZERO_UNBOUND=1" in said
+    for name in ("MPIZERO_UNBOUND", "MPIZERO_GPUS", "MPIZERO_PER_NODE"):
+        assert (f"-x {name}" in shown) is ("Open MPI" in version)
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,21 @@ def test_frozen_parameters_and_those_without_gradients_stay(world, tmp_path):
     assert changed == {"0.weight", "0.bias"}
 
 
+@pytest.mark.parametrize("kind", ["optimizer", "both"])
+def test_a_change_by_hand_ahead_of_a_step_is_seen_after_it(world, tmp_path, kind):
+    """Also of parameters that the step does not touch."""
+    model = sharded(world, offload_of(kind, tmp_path), stage=3, precision=BF16, node_shared=False)
+    optimizer = mz.offloaded(torch.optim.SGD, model, model[0].parameters(), lr=0.0)
+    x = torch.ones(3, 5)
+    before = model(x)
+    before.sum().backward()
+    with torch.no_grad():
+        for param in model[2].parameters():
+            param.zero_()
+        optimizer.step()
+        assert not torch.equal(model(x), before)
+
+
 def test_a_closure(world, tmp_path):
     model = sharded(world, mz.Offload(optimizer=tmp_path), stage=2)
     optimizer = mz.offloaded(torch.optim.SGD, model, lr=0.1)

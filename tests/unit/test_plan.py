@@ -2,7 +2,8 @@
 
 import pytest
 
-from mpizero.collectives.links import Link
+from mpizero.collectives.cost import lower_bound
+from mpizero.collectives.links import Cluster, Link, place
 from mpizero.errors import ArgumentError, ArgumentTypeError
 from mpizero.plan import (
     ACCOUNTS,
@@ -196,6 +197,16 @@ def test_replicas_share_the_ports_of_their_node():
     one, four = (network(setup, 1e-9, wires).seconds(across) for wires in (1, 4))
     assert one == pytest.approx(4 * four)
     assert four == pytest.approx(2 * 3 / 4 * across.nbytes * 1e-9)
+
+
+def test_columns_of_replicas_get_equal_parts_of_the_ports():
+    """Groups of 2, two of them on a node of 4 ranks with 2 ports: each of the node's 2 columns has one port."""
+    step = step_of(equal_units(64 * 800, 1), setup := Setup(ranks=16, per_node=4, group=2, widths=BF16))
+    across = next(move for move in step.moves if move.across)
+    local, remote = Link(alpha=0, beta=1e-12), Link(alpha=0, beta=1e-9)
+    column = Cluster(size=8, nodes=place(8, 2), local=local, remote=remote, wires=1)
+    expected = lower_bound(across.operation, column, across.nbytes)
+    assert Network(setup, local, remote, wires=2).seconds(across) == pytest.approx(expected)
 
 
 def test_the_smallest_stage_that_fits():
