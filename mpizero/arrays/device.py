@@ -33,6 +33,7 @@ from mpizero.errors import DeviceError, DeviceMemoryError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from mpizero.arrays.runtime import Kernels, Runtime
 
@@ -129,7 +130,15 @@ class _Pinned:
 class Device:
     """Be one GPU as seen by this process."""
 
-    def __init__(self, runtime: Runtime, kernels: Kernels, number: int, *, users: Callable[..., Sequence[int]]) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        kernels: Kernels,
+        number: int,
+        *,
+        users: Callable[..., Sequence[int]],
+        entered: Callable[[int, int], AbstractContextManager[Any]],
+    ) -> None:
         """Use a device.
 
         Args:
@@ -138,9 +147,10 @@ class Device:
             number: the device's index among those that this process sees.
             users: gives the handles of the streams that the caller's libraries use now on the device of a number; told
                 by `cupys` whether CuPy arrays are concerned.
+            entered: makes the stream of a handle torch's current one, on the device of a number, in a `with` block.
         """
         self.runtime, self.kernels, self.number = runtime, kernels, number
-        self._users = users
+        self._users, self._entered = users, entered
         self._kept: list[tuple[Event, Any]] = []
         self._lock = threading.Lock()
 
@@ -272,6 +282,10 @@ class Device:
         handles = dict.fromkeys(self._users(self.number, cupys=cupys))
         return [Stream(self.runtime, handle) for handle in handles]
 
+    def entered(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Make a stream torch's current one inside the `with` block."""
+        return self._entered(self.number, stream.handle)
+
     def copy(self, dst: Any, src: Any, stream: Stream) -> None:
         """Start a copy of bytes between device memory and page-locked host memory, or within either.
 
@@ -281,7 +295,11 @@ class Device:
             stream: where the copy is queued.
         """
         if src.nbytes:
-            self.runtime.memcpyAsync(address_of(dst), address_of(src), src.nbytes, _ANY_DIRECTION, stream.handle)
+            self.copy_bytes(address_of(dst), address_of(src), src.nbytes, stream)
+
+    def copy_bytes(self, dst: int, src: int, nbytes: int, stream: Stream) -> None:
+        """Start a copy between addresses, as `copy` does."""
+        self.runtime.memcpyAsync(dst, src, nbytes, _ANY_DIRECTION, stream.handle)
 
     def keep(self, event: Event, *owners: Any) -> None:
         """Keep objects alive until an event is done, as found out by the next call of this or of `let_go`."""

@@ -88,7 +88,7 @@ def is_cupy(x: Any) -> bool:
 
 def _through_cupy(number: int) -> Device:
     kernels = import_module("mpizero.arrays.cuda_kernels").CudaKernels()
-    return Device(_runtime(number), kernels, number, users=_users_streams)
+    return Device(_runtime(number), kernels, number, users=_users_streams, entered=_entered)
 
 
 def _runtime(number: int) -> Any:
@@ -113,3 +113,9 @@ def _users_streams(number: int, *, cupys: bool) -> list[int]:
         if stream or cupys or not streams:  # CuPy is loaded to drive the device: its default stream may say nothing
             streams.append(stream)
     return streams
+
+
+def _entered(number: int, handle: int) -> Any:
+    """Return a context manager that makes a stream torch's current one."""
+    cuda = import_module("torch").cuda
+    return cuda.stream(cuda.ExternalStream(handle, device=number))

@@ -248,8 +248,9 @@ class Offloaded(torch.optim.Optimizer):
         source = part.flat.source
         if WORKING in part.slots:
             part.slots[WORKING].copy_(master)
-        elif source.working is not None:
-            source.working[part.start : part.stop].copy_(master)
+        else:
+            with source.aside():
+                source.put(part.start, master)
 
     def _adopt(self) -> None:
         """Move states that were loaded into memory to the disk."""

@@ -13,8 +13,8 @@ from mpizero.shard.access import ShardedParameters, handle_of
 from mpizero.shard.agree import naming
 from mpizero.shard.exact_gradients import ExactGradients
 from mpizero.shard.gradients import Gradients
-from mpizero.shard.offload import Source
 from mpizero.shard.policy import HALF
+from mpizero.shard.source import Source
 
 if TYPE_CHECKING:
     from mpizero.comm import Work
@@ -38,7 +38,7 @@ class FlatParams:
       is filled; where the node shares it, it lies in the window and always lives (see `window`).
     - `master`, k fp32 elements (n where nothing is cut): what the optimizer updates, through `shards`. Where compute
       precision is the master's and `full` always lives, it is a slice of `full` and takes no memory of its own. It may
-      lie on a disk; see [Note: offloaded parts] in `offload`.
+      lie on a disk or, of a model on a GPU, on the host; see [Note: offloaded parts] in `source`.
     - `gradients`: see `gradients`; None while nothing is trained.
     """
 
@@ -105,7 +105,8 @@ class FlatParams:
 
     def _make_buffers(self, meta: MetaModel | None, spill: Spill | None) -> None:
         layout, lifetime = self.layout, self.lifetime
-        self.aliased = self.dtype == self.master_dtype and not lifetime.release_parameters
+        self.transfers = None if spill is None else spill.transfers
+        self.aliased = self.dtype == self.master_dtype and not lifetime.release_parameters and self.transfers is None
         if self.window is not None and self.aliased and self.ranks.replicas is None:
             self.full = self.window.take(layout.length, self.dtype)
             if self.comm.rank == 0:
@@ -269,11 +270,14 @@ class FlatParams:
         if storage.nbytes() == 0:
             storage.resize_(self.layout.length * self.full.element_size())
         full = self.full.data  # written without the version counter: the values are those that autograd saved
-        if not self.aliased:
-            self.source.fill(full[self.own])
-        if self.lifetime.cut and not self.lifetime.shared and self.layout.length:
-            with self.comm.channel(2 * self.number, f"parameters {self.label}"):
-                self.gathering = all_gather(full[self.own], self.comm, out=full, async_op=True)
+        with self.source.aside():
+            if not self.aliased:
+                self.source.fill(full[self.own])
+            if self.lifetime.cut and not self.lifetime.shared and self.layout.length:
+                with self.comm.channel(2 * self.number, f"parameters {self.label}"):
+                    self.gathering = all_gather(full[self.own], self.comm, out=full, async_op=True)
+        if self.gathering is None:
+            self.source.follow()
 
     def end_unshard(self) -> None:
         """Wait for the gather that is under way, if any; on a GPU, have the home stream and the current one do so."""
@@ -300,7 +304,8 @@ class FlatParams:
         if not self.lifetime.cut:
             return self.master
         whole = torch.empty(self.layout.length, dtype=self.master_dtype, device=self.home.device)
-        return all_gather(self.master, self.comm, out=whole) if self.layout.length else whole
+        own = self.master.to(self.home.device)
+        return all_gather(own, self.comm, out=whole) if self.layout.length else whole
 
 
 def dtypes_of(members: list[Member], precision: Precision) -> tuple[torch.dtype, torch.dtype]:

@@ -3,6 +3,7 @@
 [Note: buffers of gradients] One-dimensional in the layout's order; n is its length, k a shard's.
 
 - `accumulator`, k fp32 elements (n where nothing is cut): the reduced gradients, which `shards[i].grad` are views of.
+  Where shards are on the host and the model is not, so is it, and what was reduced is brought down to it.
 - `incoming`, n elements: this backward's gradients, from the first that arrives to the end of the reduction. It lies in
   room that the ranks of a node can read (see `reductions`), or in memory of its own. Where nothing is cut and no
   gradients are there yet it is the accumulator itself, and is reduced in place.
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mpizero.plan import Layout
+    from mpizero.shard.home import Home
     from mpizero.shard.member import Member
     from mpizero.shard.policy import Lifetime
+    from mpizero.shard.transfers import Transfers
 
 __all__ = ["Buffer", "Gradients"]
 
@@ -34,6 +37,8 @@ class Buffer(Protocol):
     members: list[Member]
     layout: Layout
     lifetime: Lifetime
+    home: Home
+    transfers: Transfers | None
     label: str
     number: int
     trained: set[int]
@@ -109,7 +114,7 @@ class Gradients:
             self.arrived.add(index)
             return
         if self.unsynced is None:
-            self.unsynced = self.accumulator.new_zeros(self.flat.layout.length)
+            self.unsynced = self.accumulator.new_zeros(self.flat.layout.length, device=self.flat.home.device)
         self.unsynced[slot.offset : slot.stop].view(slot.shape).add_(grad)
         self.kept.add(index)
 
@@ -119,7 +124,7 @@ class Gradients:
             return self.accumulator  # its padding is zero
         fresh = self.room
         if fresh is None:
-            fresh = self.accumulator.new_empty(flat.layout.length, dtype=self.dtype)
+            fresh = self.accumulator.new_empty(flat.layout.length, dtype=self.dtype, device=flat.home.device)
         for start, stop in self._gaps:
             fresh[start:stop] = 0
         return fresh
@@ -128,7 +133,8 @@ class Gradients:
     def in_place(self) -> bool:
         """Return whether gradients can be collected, and reduced, in the accumulator itself."""
         flat = self.flat
-        if flat.lifetime.cut or self._reducing or self.dtype != self.accumulator.dtype:
+        elsewhere = flat.lifetime.cut or flat.transfers is not None
+        if elsewhere or self._reducing or self.dtype != self.accumulator.dtype:
             return False
         return all(shard.grad is None for shard in flat.shards)
 
@@ -137,7 +143,7 @@ class Gradients:
 
         Returns:
             The n gradients to be reduced, and the k elements that the result is to be put into: None where it has to be
-            added to what is there, or is of another dtype.
+            added to what is there, is of another dtype, or has to go elsewhere.
         """
         total = self.collected()
         if self.unsynced is not None:
@@ -147,7 +153,7 @@ class Gradients:
         # What lies in the accumulator now is this backward's, and there was nothing before; see `in_place`.
         shards = range(len(self.flat.shards))
         self._had = [total is not self.accumulator and self._adopt(index) for index in shards]
-        fresh = not any(self._had) and total.dtype == self.accumulator.dtype
+        fresh = not any(self._had) and total.dtype == self.accumulator.dtype and self.flat.transfers is None
         return total, self.accumulator if fresh else None
 
     def collected(self) -> Tensor:
@@ -171,8 +177,16 @@ class Gradients:
             self._accumulate(part)
 
     def _accumulate(self, part: Tensor) -> None:
+        """Add to the gradients that shards already have, perhaps later; see [Note: transfers] in `transfers`."""
+        had = list(self._had)
+        if self.flat.transfers is None:
+            self._add(part, had)
+        else:
+            self.flat.transfers.bring_down(part, lambda arrived: self._add(arrived, had))
+
+    @torch.no_grad()
+    def _add(self, part: Tensor, had: list[bool]) -> None:
         """Add to the gradients that shards already have; start anew where `.grad` was None."""
-        had = self._had
         if not any(had):
             self.accumulator.copy_(part)
         elif all(had):

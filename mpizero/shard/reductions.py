@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mpizero.comm import Work
     from mpizero.shard.gradients import Gradients
     from mpizero.shard.policy import Lifetime, Overlap, Ranks
+    from mpizero.shard.transfers import Transfers
     from mpizero.shard.unit import Unit
 
 __all__ = ["Reductions"]
@@ -62,6 +63,7 @@ class Reductions:
         observe: Callable[..., None],
         *,
         on_device: bool = False,
+        transfers: Transfers | None = None,
     ) -> None:
         """Make room where ranks share memory. Collective.
 
@@ -72,11 +74,12 @@ class Reductions:
             before_wait: called before this rank waits for others.
             observe: told what took time; see `Runtime.observe`.
             on_device: whether gradients are in a GPU's memory.
+            transfers: what brings them to shards on the host, if these are there.
         """
         self._before_wait, self._tell = before_wait, observe
         lifetime, overlap = policy
         self.ranks, self.lifetime, self.bucket_bytes = ranks, lifetime, overlap.bucket_bytes
-        self._on_device = on_device
+        self._on_device, self._transfers = on_device, transfers
         self._jobs: deque[_Job] = deque()
         self._held: list[Unit] = []
         self._held_bytes = 0
@@ -164,6 +167,8 @@ class Reductions:
         while self._jobs:
             self._finish_first()
         self._first = True
+        if self._transfers is not None:
+            self._transfers.settle()
 
     def forget(self) -> None:
         """Take the rooms back from a backward that raised."""
@@ -171,6 +176,8 @@ class Reductions:
         while self._jobs:
             self._finish_first()
         self._first = True
+        if self._transfers is not None:
+            self._transfers.settle()
         self._rooms += self._lent.values()
         self._lent.clear()
 

@@ -60,6 +60,7 @@ class Runtime:
         *,
         home: Home,
         window: Window | None = None,
+        spill: Spill | None = None,
     ) -> None:
         """Install the hooks. Collective.
 
@@ -70,6 +71,7 @@ class Runtime:
             policy: what the user chose.
             home: where the model lies.
             window: the node's shared memory, where the full parameters lie in it.
+            spill: what is moved out of the model's memory.
         """
         self.model, self.units, self.ranks, self.window = model, units, ranks, window
         self.home = home
@@ -80,8 +82,7 @@ class Runtime:
         self.exact: Course | None = self.lifetime.exact
         self.ignored: list[tuple[str, nn.Parameter]] = []
         """Parameters that are neither sharded nor reduced, by name."""
-        self.spill: Spill | None = None
-        """What is moved out of memory."""
+        self.spill = spill
         self.sync = True
         self.trace: Callable[[str, str], None] | None = None
         """Called with (event, unit's name) at each gather, release and reduction; see `testing.order`."""
@@ -98,8 +99,9 @@ class Runtime:
         """The forward calls that have begun and not ended, outermost first."""
         self.gathers = Gathers(overlap.prefetch, lambda unit: self.note("gather", unit), self._gathered)
         policies = self.lifetime, overlap
+        transfers = None if spill is None else spill.transfers
         self.reductions = Reductions(
-            ranks, units, policies, self._check_agreement, self.observe, on_device=home.on_device
+            ranks, units, policies, self._check_agreement, self.observe, on_device=home.on_device, transfers=transfers
         )
         self.trained = 0
         """A checksum of which parameters are trained, once that has changed."""

@@ -105,7 +105,7 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
             which leads to the random numbers of a real build where modules were made in that order and do nothing
             else in their constructors; a parameter that modules share gets the values of the first. A model that goes
             to a GPU is initialised there.
-        offload: what lives on a disk; see `Offload`. Changes no bits.
+        offload: what lives on a disk or, of a model on a GPU, on the host; see `Offload`. Changes no bits.
 
     Raises:
         ArgumentError: for an unknown stage, units that match nothing, a model that is sharded already or lies on
@@ -125,7 +125,7 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
     comm = default_communicator(comm).private
     others = [*model.buffers(), *(param for _, param in ignored)]
     home = home_of(_members(grouped), others, alone=comm.size == 1)
-    offload = checked_offload(offload, number, on_device=home.on_device, node_shared=node_shared)
+    offload = checked_offload(offload, number, node_shared=node_shared)
     _set_threads(comm, exact=exact)
     install_step_hooks()
     course = Course(model, torch.get_num_threads()) if exact else None
@@ -152,7 +152,7 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
         check_exact_ranks(ranks)
     _let_caller_drive(ranks, home)
     window = None
-    spill = make_spill(offload, comm)
+    spill = make_spill(offload, comm, home.device)
     on_disk = spill is not None and spill.params is not None
     if lifetime_of(number, ranks.group.size).cut and node_shared is not False and not on_disk:
         window = _window(ranks.group, window_sizes(grouped, ranks.group.size, precision), home, wanted=node_shared)
@@ -164,8 +164,7 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
     keep_modules(model, precision)
     made = make_units(grouped, ranks, lifetime, precision, home=home, window=window, meta=meta, spill=spill)
     check_spill(spill, comm)
-    runtime = Runtime(model, made, ranks, (lifetime, precision, overlap), home=home, window=window)
-    runtime.spill = spill
+    runtime = Runtime(model, made, ranks, (lifetime, precision, overlap), home=home, window=window, spill=spill)
     runtime.ignored = ignored
     for flat in runtime.flats:
         for param in flat.shards:

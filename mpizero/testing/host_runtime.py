@@ -330,9 +330,20 @@ def _start(memory: mmap.mmap) -> int:
 def stand_in(runtime: HostRuntime) -> Iterator[Device]:
     """Take torch's CPU tensors for tensors on a device that `runtime` plays, inside the `with` block."""
     before = gpus().stand_in
-    device = gpus().stand_in = Device(runtime, HostKernels(runtime), 0, users=lambda _, **__: runtime.users)
+    device = gpus().stand_in = Device(
+        runtime, HostKernels(runtime), 0, users=lambda _, **__: runtime.users, entered=lambda _, it: _using(runtime, it)
+    )
     try:
         yield device
         runtime.finish()
     finally:
         gpus().stand_in = before
+
+
+@contextmanager
+def _using(runtime: HostRuntime, stream: int) -> Iterator[None]:
+    before, runtime.users = runtime.users, [stream]
+    try:
+        yield
+    finally:
+        runtime.users = before
