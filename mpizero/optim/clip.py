@@ -49,6 +49,7 @@ def clip_grad_norm_(
     once, to tell the other ranks its sum, and whoever reads what is returned waits again.
     """
     runtime = runtime_of(model)
+    runtime.check_changeable("clipping")
     max_norm, norm_type = number("max_norm", max_norm), number("norm_type", norm_type)
     norm = agreed_norm(runtime, "clipping", max_norm, norm_type)
     if error_if_nonfinite and not math.isfinite(norm):
@@ -82,6 +83,7 @@ def clip_grad_value_(model: nn.Module, clip_value: float) -> None:
     if not clip_value > 0:
         raise ArgumentError(must_be("clip_value", "positive", clip_value))
     runtime.check_synced("clipping")
+    runtime.check_changeable("clipping")
     for grad in all_gradients(runtime):
         grad.clamp_(-clip_value, clip_value)
 

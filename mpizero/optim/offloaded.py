@@ -1,13 +1,15 @@
-"""Optimizers whose state is on a disk."""
+"""Optimizers whose state is offloaded: on a disk, or updated while backward goes on."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from mpizero.errors import ArgumentError, ArgumentTypeError, DiskError, MpiZeroError, must_be
+from mpizero.optim.early import Early
 from mpizero.optim.streaming import Array, Bit, Group, Part, Stream, groups_of
 from mpizero.shard.agree import raise_together
 from mpizero.shard.optimizers import ELEMENTWISE, is_elementwise
@@ -26,7 +28,14 @@ NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 MASTER, WORKING = "master", "working"
 
 
-def offloaded(cls: Any, model: nn.Module, params: Iterable[Any] | None = None, **options: Any) -> torch.optim.Optimizer:
+def offloaded(
+    cls: Any,
+    model: nn.Module,
+    params: Iterable[Any] | None = None,
+    *,
+    during_backward: bool = False,
+    **options: Any,
+) -> torch.optim.Optimizer:
     """Build an optimizer whose state is where the model's `Offload` says.
 
         model = mz.shard(model, offload=mz.Offload(optimizer="/local/disk"))
@@ -36,16 +45,22 @@ def offloaded(cls: Any, model: nn.Module, params: Iterable[Any] | None = None, *
         cls: an element-wise optimizer of torch's, or one that was declared by `elementwise`.
         model: a model that was sharded with `offload`.
         params: its parameters, or groups of them as torch takes them; None for all.
+        during_backward: whether each unit is updated as soon as its gradients are reduced, beside the rest of backward,
+            and `step` does what is left. Then there is one backward per step outside `no_sync`, gradients cannot be
+            clipped or unscaled, options that are changed between backward and step come too late, and ranks of a node
+            share no parameters (`node_shared=False`). After a backward that raised go back to a checkpoint.
         options: as of `cls`.
 
     Returns:
         An optimizer as any, with the bits of one in memory by the same implementation (`foreach`, `fused`): schedulers,
-        `clip_grad_norm_`, `save` and `load` take it. With state in memory it is one of `cls`. On a disk, a step reads
+        `clip_grad_norm_`, `save` and `load` take it. With state in memory and updates after backward it is one of
+        `cls`. On a disk, a step reads
         and writes every byte of state of parameters that have a gradient once, in groups of `Offload.group_bytes`,
         three of which are in memory; state is made in the first step.
 
     Raises:
-        ArgumentError: for a model without `offload`, or a class that is not element-wise.
+        ArgumentError: for a model without `offload`, a class that is not element-wise, or a model whose gradients or
+            parameters are needed after they are reduced, with `during_backward`.
     """
     runtime = runtime_of(model)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
@@ -59,23 +74,26 @@ def offloaded(cls: Any, model: nn.Module, params: Iterable[Any] | None = None, *
         raise ArgumentError(must_be("cls", "element-wise", cls.__name__, remedy))
     chosen = list(model.parameters() if params is None else params)
     inner = cls(chosen, **options)
-    return inner if runtime.spill.optimizer is None else Offloaded(inner, runtime)
+    if runtime.spill.optimizer is None and not during_backward:
+        return inner
+    return Offloaded(inner, runtime, during_backward=during_backward)
 
 
 class Offloaded(torch.optim.Optimizer):
-    """Step with another optimizer over state that is on a disk; see `offloaded`."""
+    """Step with another optimizer over state in pieces, on a disk or as gradients come; see `offloaded`."""
 
     _mpizero_elementwise = _mpizero_offloaded = True  # for `shard.optimizers`
 
-    def __init__(self, inner: torch.optim.Optimizer, runtime: Any) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, runtime: Any, *, during_backward: bool = False) -> None:
         """Take over an optimizer that has not stepped.
 
         Args:
             inner: knows the arithmetic and the options.
             runtime: of the model whose shards it holds.
+            during_backward: see `offloaded`.
 
         Raises:
-            ArgumentError: if it holds parameters that are not this model's.
+            ArgumentError: if it holds parameters that are not this model's; and see `Early`.
         """
         super().__init__([dict(group) for group in inner.param_groups], inner.defaults)
         self.of = type(inner)
@@ -83,10 +101,12 @@ class Offloaded(torch.optim.Optimizer):
         self._inner, self._runtime, self._spill = inner, runtime, runtime.spill
         self._place = {id(shard): (flat, index) for flat in runtime.flats for index, shard in enumerate(flat.shards)}
         self._check(self.param_groups)
-        self._regions: dict[int, dict[str, tuple[Region, Tensor]]] = {id(flat): {} for flat in runtime.flats}
-        """By buffer and key, where the elements of states are, and that as one mapped tensor."""
+        self._regions: dict[int, dict[str, tuple[Region | None, Tensor]]] = {id(flat): {} for flat in runtime.flats}
+        """By buffer and key, where the elements of states are on a disk, and that as one tensor, then mapped."""
         self._stream = Stream(self._arrays)
-        self._groups: list[Group] = []
+        self._cut: dict[tuple[int, ...], tuple[list[tuple[int, str]], list[Group]]] = {}
+        """By buffers, the groups that they are cut into, and for which states."""
+        self._early = Early(runtime, lambda flat: self._pass_over([flat])) if during_backward else None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the model's parameters; raise ArgumentError for others."""
@@ -120,38 +140,52 @@ class Offloaded(torch.optim.Optimizer):
                 loss = closure()
         failure: MpiZeroError | str = ""
         try:
-            self._step()
+            if self._early is not None:
+                self._early.settle()
+            self._pass_over([flat for flat in self._flats() if self._early is None or not self._early.is_done(flat)])
         except MpiZeroError as error:
             failure = error
         raise_together(self._runtime.comm, failure, DiskError)
-        return loss
-
-    def _step(self) -> None:
-        self._adopt()
-        if not self._groups:
-            self._groups = groups_of(self._flats(), self._most())
-        groups = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
-        fresh: dict[int, dict[str, Any]] = {}
-        busy = [group for group in self._groups if any(self._bits(part, groups) for part in group)]
-        known = self._keys()
-        self._stream.run(busy, lambda group: self._update(group, groups, fresh))
         for flat in self._flats():
             flat.source.streamed()
+        if self._early is not None:
+            self._early.forget()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  (torch's signature)
+        """Take gradients away, and forget a step that was given up."""
+        if self._early is not None:
+            self._early.forget()
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def _pass_over(self, flats: list[Any]) -> None:
+        """Update flat buffers, of parameters that have a gradient."""
+        self._adopt(flats)
+        groups = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
+        fresh: dict[int, dict[str, Any]] = {}
+        busy = [group for group in self._groups_of(flats) if any(self._bits(part, groups) for part in group)]
+        with ExitStack() as stepping:
+            for flat in flats:
+                stepping.enter_context(flat.source.stepping())
+            self._stream.run(busy, lambda group: self._update(group, groups, fresh))
         for number, entry in fresh.items():
             flat, index = self._place[number]
             self.state[flat.shards[index]].update(entry)
-        if self._keys() != known:
-            self._groups = []  # more arrays, and so fewer elements in a group
 
     def _flats(self) -> list[Any]:
         return [flat for flat in self._runtime.flats if flat.trainable]
 
-    def _keys(self) -> list[tuple[int, str]]:
-        return [(number, key) for number, found in self._regions.items() for key in found]
+    def _groups_of(self, flats: list[Any]) -> list[Group]:
+        """Return the groups of some flat buffers; with more arrays fewer elements are in a group."""
+        which, keys = tuple(map(id, flats)), [(id(flat), key) for flat in flats for key in self._regions[id(flat)]]
+        if which not in self._cut or self._cut[which][0] != keys:
+            self._cut[which] = keys, groups_of(flats, self._most(flats))
+        return self._cut[which][1]
 
-    def _most(self) -> int:
+    def _most(self, flats: list[Any]) -> int:
         """Return the elements of a group."""
-        arrays = [self._arrays(flat).values() for flat in self._flats()]
+        arrays = [self._arrays(flat).values() for flat in flats]
         width = max((sum(array.dtype.itemsize for array in some) for some in arrays), default=0)
         return int(self._spill.offload.group_bytes) // max(width, 8)
 
@@ -164,7 +198,8 @@ class Offloaded(torch.optim.Optimizer):
             if source.on_disk is not None and source.on_disk is not source.region:
                 found[WORKING] = Array(region=source.on_disk, dtype=flat.dtype, written_only=True)
         for key, (region, tensor) in self._regions[id(flat)].items():
-            found[key] = Array(region=region, dtype=tensor.dtype)
+            if region is not None:
+                found[key] = Array(region=region, dtype=tensor.dtype)
         return found
 
     def _bits(self, part: Part, groups: dict[int, int]) -> list[Bit]:
@@ -203,9 +238,12 @@ class Offloaded(torch.optim.Optimizer):
         param.grad = shard.grad.reshape(-1)[bit.skip : bit.skip + bit.stop - bit.start]
         state = self.state.get(shard)
         if state:
-            flat_keys = self._regions[id(part.flat)]
+            run = slice(bit.start, bit.stop)
+            rooms = self._regions[id(part.flat)]
             self._inner.state[param] = {
-                key: part.slots[key][inside] if key in flat_keys and _is_elements(shard, key, value) else _copy(value)
+                key: (part.slots[key][inside] if key in part.slots else rooms[key][1][run])
+                if key in rooms and _is_elements(shard, key, value)
+                else _copy(value)
                 for key, value in state.items()
             }
         return param
@@ -223,50 +261,52 @@ class Offloaded(torch.optim.Optimizer):
             room = self._room(part.flat, key, value.dtype)
             if key not in self.state.get(shard, {}):
                 numbers[key] = part.flat.piece_of(room, bit.index)
+            target = room[bit.start : bit.stop]
             if key in part.slots:
                 target = part.slots[key][bit.start - part.start : bit.stop - part.start]
-                if target.data_ptr() != value.data_ptr():
-                    target.copy_(value)
-            else:
-                room[bit.start : bit.stop].copy_(value)
-                self._regions[id(part.flat)][key][0].settle()
+            if target.data_ptr() != value.data_ptr():
+                target.copy_(value)
+            region = self._regions[id(part.flat)][key][0]
+            if key not in part.slots and region is not None:
+                region.settle()
 
     def _room(self, flat: Any, key: str, dtype: torch.dtype) -> Tensor:
-        """Return the mapped elements of a state, made of zeros if they are not there."""
+        """Return the elements of a state, mapped where they are on a disk, made of zeros if they are not there."""
         found = self._regions[id(flat)]
         if key not in found:
             numel = flat.master.numel()
-            region = self._spill.optimizer.grow(numel * dtype.itemsize)
-            found[key] = region, torch.from_numpy(region.array()).view(dtype)
+            if self._spill.optimizer is None:
+                found[key] = None, torch.zeros(numel, dtype=dtype)
+            else:
+                region = self._spill.optimizer.grow(numel * dtype.itemsize)
+                found[key] = region, torch.from_numpy(region.array()).view(dtype)
         return found[key][1]
 
     def _hand_on(self, part: Part) -> None:
         """Bring new master values to what gathers read."""
-        master = part.slots.get(MASTER)
+        flat, master = part.flat, part.slots.get(MASTER)
         if master is None:
-            return
-        source = part.flat.source
+            master = flat.master.detach()[part.start : part.stop]
         if WORKING in part.slots:
             part.slots[WORKING].copy_(master)
         else:
-            with source.aside():
-                source.put(part.start, master)
+            with flat.home.order(), flat.source.aside():
+                flat.source.put(part.start, master)
 
-    def _adopt(self) -> None:
-        """Move states that were loaded into memory to the disk."""
-        for shard in [param for group in self.param_groups for param in group["params"]]:
-            flat, index = self._place[id(shard)]
-            for key, value in list(self.state.get(shard, {}).items()):
-                if not _is_elements(shard, key, value):
-                    continue
-                room = flat.piece_of(self._room(flat, key, value.dtype), index)
-                if room.data_ptr() != value.data_ptr() and value.numel():
-                    room.copy_(value)
-                    self._groups = []
-                self.state[shard][key] = room
-        for found in self._regions.values():
-            for region, _ in found.values():
-                region.settle()
+    def _adopt(self, flats: list[Any]) -> None:
+        """Move states that were loaded into memory to where they belong."""
+        for flat in flats:
+            for index, shard in enumerate(flat.shards):
+                for key, value in list(self.state.get(shard, {}).items()):
+                    if not _is_elements(shard, key, value):
+                        continue
+                    room = flat.piece_of(self._room(flat, key, value.dtype), index)
+                    if room.data_ptr() != value.data_ptr() and value.numel():
+                        room.copy_(value)
+                    self.state[shard][key] = room
+            for region, _ in self._regions[id(flat)].values():
+                if region is not None:
+                    region.settle()
 
     @property
     def memory(self) -> int:

@@ -73,6 +73,7 @@ class GradScaler(torch.amp.GradScaler):
         runtimes = runtimes_of(optimizer)
         for runtime in runtimes:
             runtime.check_synced("unscaling")
+            runtime.check_changeable("unscaling")
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         for comm in {id(runtime.comm): runtime.comm for runtime in runtimes}.values():
             if comm.size > 1:

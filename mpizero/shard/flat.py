@@ -17,6 +17,8 @@ from mpizero.shard.policy import HALF
 from mpizero.shard.source import Source
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mpizero.comm import Work
     from mpizero.shard.home import Home
     from mpizero.shard.member import Member
@@ -81,6 +83,9 @@ class FlatParams:
         self.layout: Layout = layout_of([(m.names[0], tuple(m.original.shape)) for m in members], self.comm.size)
         begin = self.comm.rank * self.layout.shard_length if lifetime.cut else 0
         self.own = slice(begin, begin + (self.layout.shard_length if lifetime.cut else self.layout.length))
+        self.early: Callable[[bool], None] | None = None
+        """Told when a reduced gradient has come to the accumulator, and whether every trained parameter has one; for
+        who updates shards while backward goes on."""
         self.gathering: Work | None = None
         """The gather that is under way."""
         self.gathered = 0.0

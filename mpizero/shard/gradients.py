@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor
 from mpizero.shard.clipping import MARK
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
     from mpizero.plan import Layout
@@ -39,6 +42,7 @@ class Buffer(Protocol):
     lifetime: Lifetime
     home: Home
     transfers: Transfers | None
+    early: Callable[[bool], None] | None
     label: str
     number: int
     trained: set[int]
@@ -80,6 +84,8 @@ class Gradients:
         """Whether a reduction is under way: what arrives meanwhile is late, and collected apart."""
         self._had: list[bool] = []
         """Which shards had a gradient when the reduction began."""
+        self._whole = False
+        """Whether every trained parameter has had one of this rank's when the reduction began."""
 
     def begin(self) -> None:
         """Begin a step in which micro-batches are summed in a fixed order; nothing to do for others."""
@@ -145,6 +151,7 @@ class Gradients:
             The n gradients to be reduced, and the k elements that the result is to be put into: None where it has to be
             added to what is there, is of another dtype, or has to go elsewhere.
         """
+        self._whole = len(self.arrived | self.kept) >= len(self.flat.trained)
         total = self.collected()
         if self.unsynced is not None:
             total, self.unsynced = self.unsynced.add_(total), None
@@ -175,17 +182,19 @@ class Gradients:
         self._reducing = False
         if part.data_ptr() != self.accumulator.data_ptr() or not part.numel():
             self._accumulate(part)
+        elif self.flat.early is not None:
+            self.flat.early(self._whole)
 
     def _accumulate(self, part: Tensor) -> None:
         """Add to the gradients that shards already have, perhaps later; see [Note: transfers] in `transfers`."""
-        had = list(self._had)
+        add = partial(self._add, had=list(self._had), whole=self._whole)
         if self.flat.transfers is None:
-            self._add(part, had)
+            add(part)
         else:
-            self.flat.transfers.bring_down(part, lambda arrived: self._add(arrived, had))
+            self.flat.transfers.bring_down(part, add)
 
     @torch.no_grad()
-    def _add(self, part: Tensor, had: list[bool]) -> None:
+    def _add(self, part: Tensor, *, had: list[bool], whole: bool) -> None:
         """Add to the gradients that shards already have; start anew where `.grad` was None."""
         if not any(had):
             self.accumulator.copy_(part)
@@ -195,6 +204,8 @@ class Gradients:
             for index, kept in enumerate(had):
                 source, target = self.flat.piece_of(part, index), self.views[index]
                 target.add_(source) if kept else target.copy_(source)
+        if self.flat.early is not None:
+            self.flat.early(whole)
 
     def _adopt(self, index: int) -> bool:
         """Return whether a shard has a gradient; one that the user put there moves into the accumulator."""

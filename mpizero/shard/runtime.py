@@ -83,6 +83,8 @@ class Runtime:
         self.ignored: list[tuple[str, nn.Parameter]] = []
         """Parameters that are neither sharded nor reduced, by name."""
         self.spill = spill
+        self.updates: Any = None
+        """What updates shards while backward goes on; see `optim.early`."""
         self.sync = True
         self.trace: Callable[[str, str], None] | None = None
         """Called with (event, unit's name) at each gather, release and reduction; see `testing.order`."""
@@ -167,6 +169,8 @@ class Runtime:
         """Begin an outermost forward: agree on what comes."""
         if in_backward():  # recomputed: all is agreed
             return
+        if self.updates is not None:
+            self.updates.check_over()
         self._refresh(Event(kind="forward", unit=number, training=unit.module.training, grad=torch.is_grad_enabled()))
 
     def _refresh(self, event: Event) -> None:
@@ -328,6 +332,14 @@ class Runtime:
             raise ShardError(
                 f"{what} must follow a backward outside no_sync (got gradients of this rank alone): leave no_sync for "
                 "the last micro-batch"
+            )
+
+    def check_changeable(self, what: str) -> None:
+        """Raise ShardError for a change of gradients that comes too late: they are used while backward goes on."""
+        if self.updates is not None:
+            raise ShardError(
+                f"{what} must come before the update, when all gradients are there (got an optimizer of "
+                "mpizero.offloaded with during_backward=True): build it without"
             )
 
     def check_together(self, kind: str, extra: Any = None) -> Any:

@@ -17,13 +17,14 @@ optimizer streams past the mapping instead, see `optim.streaming`.
 from __future__ import annotations
 
 import ctypes
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from mpizero.arrays import Event
@@ -134,9 +135,18 @@ class Source:
         if self.on_disk is not None:
             self.on_disk.expect()
 
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Let an optimizer inside change master values and `put` them: that is no change which is not known."""
+        clean = self._known == self._version()
+        yield
+        if clean:
+            self._known = self._version()
+
     def streamed(self) -> None:
         """Say that a step has written master and working values alike, past the mapping, where there was a gradient."""
-        self._streamed = self._known == self._version()  # else somebody has changed more than the step has written
+        # Else somebody has changed more than the step has written; or it could not write where parameters are.
+        self._streamed = self._known == self._version() and (self.region is not None or self.on_disk is None)
         if self.region is not None:
             torch.autograd.graph.increment_version(self.master)  # as a step in memory would have
 

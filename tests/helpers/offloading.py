@@ -23,8 +23,10 @@ class Wide(torch.nn.Sequential):
         super().__init__(torch.nn.Linear(5, WIDTH), Unit(WIDTH), Unit(WIDTH), torch.nn.Linear(WIDTH, 3))
         self.scale = torch.nn.Parameter(torch.tensor(1.5))
 
-    def forward(self, x):
-        return super().forward(x) * self.scale
+    def forward(self, x, layers=None):
+        for layer in list(self)[:layers]:
+            x = layer(x)
+        return x * self.scale
 
 
 def sharded(world, offload=None, **options):
@@ -32,13 +34,13 @@ def sharded(world, offload=None, **options):
     return mz.shard(Wide(), world, units={Unit}, offload=offload, **options)
 
 
-def built(model, name, *, offloaded):
+def built(model, name, *, offloaded, **more):
     cls, options = OPTIMIZERS[name]
     # Two groups, of which one does not decay.
     matrices = [param for param in model.parameters() if param.dim() > 1]
     others = [param for param in model.parameters() if param.dim() <= 1]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-    return mz.offloaded(cls, model, groups, **options) if offloaded else cls(groups, **options)
+    return mz.offloaded(cls, model, groups, **options, **more) if offloaded else cls(groups, **options)
 
 
 def train(model, optimizer, world, steps, *, clip=False, seed=0):

@@ -26,6 +26,7 @@ AXES = {
     "optimizer": ("AdamW fused", "SGD"),
     "clip": (False, True),
     "pin": (True, False),
+    "during_backward": (False, True),
 }
 
 
@@ -43,15 +44,19 @@ def places(folder, optimizer, params, **options):
     return mz.Offload(optimizer=real.get(optimizer, optimizer), params=real.get(params, params), **options)
 
 
-@pytest.mark.sizes(1, 2)
 @pytest.mark.parametrize("case", covering(AXES), ids=lambda case: "-".join(map(str, case.values())))
 def test_the_bits_of_a_run_in_device_memory(played, tmp_path, case):
     _, comm = played
     optimizer, params = case["places"]
     offload = places(tmp_path, optimizer, params if case["stage"] == 3 else None, pin=case["pin"], group_bytes=SMALL)
+    early = case["during_backward"] and not case["clip"]
     options = {"stage": case["stage"], "precision": case["precision"]}
     plain, ours = sharded(comm, **options), sharded(comm, offload, **options)
-    optimizers = [built(plain, case["optimizer"], offloaded=False), built(ours, case["optimizer"], offloaded=True)]
+    more = {"during_backward": True} if early else {}
+    optimizers = [
+        built(plain, case["optimizer"], offloaded=False),
+        built(ours, case["optimizer"], offloaded=True, **more),
+    ]
     for model, its in zip((plain, ours), optimizers, strict=True):
         train(model, its, comm, 3, clip=case["clip"])
     assert_equal(plain, optimizers[0], ours, optimizers[1])

@@ -1,0 +1,98 @@
+"""Updates of flat buffers while backward goes on.
+
+[Note: early updates] A buffer is updated in a thread as soon as its reduced gradients are there, if this rank has had
+one of every parameter in it, so that all have been used; what else there is waits for `step`. An update is that of
+`step`, and its bits: no element asks for another. So there can be one backward per step that is reduced, and nobody can
+look at all gradients ahead of the update, or change them.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mpizero.errors import ArgumentError, ShardError, must_be
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Early"]
+
+
+class Early:
+    """Update one model's flat buffers one after the other in a thread; see [Note: early updates]."""
+
+    def __init__(self, runtime: Any, update: Callable[[Any], None]) -> None:
+        """Ask to be told of gradients.
+
+        Args:
+            runtime: of the model.
+            update: steps over a flat buffer.
+
+        Raises:
+            ArgumentError: where gradients or parameters are still needed after they were reduced.
+        """
+        if runtime.exact is not None:
+            raise ArgumentError(must_be("during_backward", "False for a model with exact=True", "True"))
+        if runtime.lifetime.shared:
+            rule, remedy = "False where ranks of a node share parameters", "pass node_shared=False to mpizero.shard"
+            raise ArgumentError(must_be("during_backward", rule, "True", remedy))
+        self._update = update
+        self._thread = ThreadPoolExecutor(1, "mpizero update")
+        self._begun: dict[int, tuple[Any, Future[None], list[int]]] = {}
+        runtime.updates = self
+        for flat in runtime.flats:
+            flat.early = partial(self._arrived, flat)
+
+    def _arrived(self, flat: Any, whole: bool) -> None:  # noqa: FBT001  (a callback's)
+        if id(flat) in self._begun:
+            raise ShardError(
+                f"gradients of {flat.label} must come from one backward per step with during_backward=True (got more "
+                "after its update): for a graph that is kept, and parameters that several units use, build the "
+                "optimizer without"
+            )
+        if whole:
+            flat.gradients.attach([True] * len(flat.shards))
+            self._begun[id(flat)] = flat, self._thread.submit(self._update, flat), _versions(flat)
+
+    def check_over(self) -> None:
+        """Raise ShardError for a forward between backward and step, which would see half of an update."""
+        if self._begun:
+            raise ShardError(
+                "forward must come after the optimizer's step with during_backward=True (got one between backward and "
+                "step): a unit is updated as soon as its gradients are there; wrap the other backwards of a step in "
+                "mpizero.no_sync, and call zero_grad after a step that is given up"
+            )
+
+    def is_done(self, flat: Any) -> bool:
+        """Return whether a buffer is updated, or about to be."""
+        return id(flat) in self._begun
+
+    def settle(self) -> None:
+        """Wait for the updates that have begun.
+
+        Raises:
+            MpiZeroError: that one of them has failed with.
+            ShardError: if gradients were changed after it.
+        """
+        failures = [failure for _, update, _ in self._begun.values() if (failure := update.exception()) is not None]
+        if failures:
+            raise failures[0]
+        changed = [flat.label for flat, _, versions in self._begun.values() if _versions(flat) != versions]
+        if changed:
+            raise ShardError(
+                "gradients must be left alone between backward and step with during_backward=True (got changes of "
+                f"{', '.join(changed)}): the update has used them already"
+            )
+
+    def forget(self) -> None:
+        """Begin a new step, the updates of the last one being over."""
+        for _, update, _ in self._begun.values():
+            update.exception()
+        self._begun.clear()
+
+
+def _versions(flat: Any) -> list[int]:
+    """Return numbers that grow with changes in place of a buffer's gradients, -1 where there is none."""
+    return [-1 if shard.grad is None else shard.grad._version for shard in flat.shards]  # noqa: SLF001
