@@ -48,6 +48,8 @@ BARS = {
     "kernel-copy-float32": _kernel("1 source into 1, fp32"),
     "stages-fp32": Bar(what="stages 1 to 3, fp32: tensors that differ from stage 0 in a bit", bar=0, at_most=True),
     "stages-bf16": Bar(what="stages 1 to 3, bf16: tensors that differ from stage 0 in a bit", bar=0, at_most=True),
+    "offload-fp32": Bar(what="state on the host, stages 1 to 3, fp32: tensors that differ", bar=0, at_most=True),
+    "offload-bf16": Bar(what="state on the host, stages 1 to 3, bf16: tensors that differ", bar=0, at_most=True),
     "losses-fp32": Bar(what="losses, fp32: largest relative distance from the CPU's", bar=1e-4, at_most=True),
     "losses-bf16": Bar(what="losses, bf16: largest relative distance from the CPU's", bar=3e-2, at_most=True),
 }

@@ -1,4 +1,6 @@
-"""The figures of `bin/gpucheck` on training: stages 0 to 3 on GPUs, equal to the bit, and near what a CPU computes.
+"""The figures of `bin/gpucheck` on training: stages on GPUs, equal to the bit, and near what a CPU computes.
+
+Stages 0 to 3 with state on the GPU, and 1 to 3 with state on the host.
 
 Started in ranks, with `CUBLAS_WORKSPACE_CONFIG=:4096:8` in the environment; rank 0 writes what was found.
 """
@@ -28,6 +30,12 @@ __all__ = ["main"]
 
 PRECISIONS = {"fp32": mz.Precision(), "bf16": mz.Precision(param=torch.bfloat16)}
 STAGES = (0, 1, 2, 3)
+OFFLOADED = {
+    "stage 1": (1, mz.Offload()),
+    "stage 2": (2, mz.Offload()),
+    "stage 3": (3, mz.Offload()),
+    "stage 3, parameters too": (3, mz.Offload(params="cpu")),
+}
 ROWS = 4
 STEPS = 6
 LOSSES = "(losses)"
@@ -60,25 +68,37 @@ def _compare(precision: str, on_cpu: Tensor, device: torch.device, comm: Any) ->
     start, steps = time.perf_counter(), len(on_cpu)
     found = {stage: _train(stage, precision, steps, device, comm) for stage in STAGES}
     seconds = time.perf_counter() - start
-    names = sorted({name for stage in STAGES[1:] for name in differing(found[stage], found[0])})
-    everywhere = comm.mpi.allgather(names)
-    differ = len({name for each in everywhere for name in each})
+    away = [
+        _train(stage, precision, steps, device, comm, offload=offload) for stage, offload in OFFLOADED.values()
+    ]  # by the host's AdamW, which need not have the bits of a GPU's
     how = f"{len(found[0])} tensors and losses, {steps} steps of AdamW, {comm.size} ranks, {seconds:.1f} s for 4 stages"
-    if differ:
-        how += f"; {', '.join(next(each for each in everywhere if each)[:3])}"
+    host = f"{', '.join(OFFLOADED)}; {steps} steps of the host's AdamW, {comm.size} ranks"
     far = ((found[0][LOSSES] - on_cpu).abs() / on_cpu.abs()).max().item()
     distance = max(comm.mpi.allgather(far))
     losses = f"stage 0, {steps} steps, worst of {comm.size} ranks; last loss {found[0][LOSSES][-1].item():.5f}"
     return [
-        Figure(name=f"stages-{precision}", value=float(differ), how=how, wrong=differ),
+        _alike(f"stages-{precision}", [found[stage] for stage in STAGES], how, comm),
+        _alike(f"offload-{precision}", away, host, comm),
         Figure(name=f"losses-{precision}", value=distance, how=losses),
     ]
 
 
-def _train(stage: int, precision: str, steps: int, device: torch.device, comm: Any) -> dict[str, Tensor]:
+def _alike(name: str, found: list[dict[str, Tensor]], how: str, comm: Any) -> Figure:
+    """Return in how many tensors on any rank some run differs from the first. Collective."""
+    names = sorted({name for one in found[1:] for name in differing(one, found[0])})
+    everywhere = comm.mpi.allgather(names)
+    differ = len({name for each in everywhere for name in each})
+    if differ:
+        how += f"; {', '.join(next(each for each in everywhere if each)[:3])}"
+    return Figure(name=name, value=float(differ), how=how, wrong=differ)
+
+
+def _train(
+    stage: int, precision: str, steps: int, device: torch.device, comm: Any, *, offload: mz.Offload | None = None
+) -> dict[str, Tensor]:
     """Return the whole parameters after training, and this rank's losses, in host memory. Collective."""
     model = awkward_model(comm.rank).to(device)
-    model = mz.shard(model, comm, stage=stage, units={Block}, precision=PRECISIONS[precision])
+    model = mz.shard(model, comm, stage=stage, units={Block}, precision=PRECISIONS[precision], offload=offload)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     losses = []
     with sdpa_kernel(SDPBackend.MATH):  # torch's others say that they may give other bits each time

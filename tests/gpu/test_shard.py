@@ -98,6 +98,55 @@ def test_losses_are_those_of_the_host(world, device, precision):
         assert torch.allclose(found[name], expected[name], rtol=limit, atol=limit)
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_state_on_the_host(world, device, precision):
+    """The same bits at every stage, wherever parameters are, whoever's stream it is, and with updates beside backward.
+
+    Those of a run whose optimizer is on the GPU are near: its kernels are others.
+    """
+    options = {"precision": PRECISIONS[precision], "optimizer": "fused"}
+    near = trained(world, device, stage=2, **options)
+    first = trained(world, device, stage=1, offload=mz.Offload(), **options)
+    others = [
+        trained(world, device, stage=2, offload=mz.Offload(pin=False), **options),
+        trained(world, device, stage=3, offload=mz.Offload(params="cpu"), **options),
+        trained(world, device, stage=3, offload=mz.Offload(), around=on_another_stream, **options),
+    ]
+    assert not any(differing(other, first) for other in others)
+    limit = 1e-4 if precision == "fp32" else 3e-2
+    assert torch.allclose(first[LOSSES], near[LOSSES], rtol=limit, atol=limit)
+
+
+def test_memory_of_a_model_whose_state_is_on_the_host(world, device):
+    """On the device: working parameters, gathered units, gradients on their way; no state, no accumulators."""
+    taken = []
+    for offload in (None, mz.Offload(params="cpu")):
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        model, _ = tower(world, device, stage=3, offload=offload, precision=PRECISIONS["bf16"])
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        tower_step(model, optimizer, torch.ones(4, 512, device=device))
+        torch.cuda.synchronize(device)
+        parse_device(device).let_go()
+        taken.append(torch.cuda.memory_allocated(device) - before)
+        elements = sum(param.numel() for param in model.parameters())
+        del model, optimizer
+    assert taken[1] <= taken[0] - 16 * elements
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_updates_beside_backward(world, device, stage):
+    results = []
+    for early in (False, True):
+        torch.manual_seed(0)
+        model, _ = tower(world, device, stage=stage, offload=mz.Offload())
+        optimizer = mz.offloaded(torch.optim.AdamW, model, lr=1e-3, during_backward=early)
+        for number in range(4):
+            tower_step(model, optimizer, torch.full((4, 512), 1.0 + number, device=device))
+        results.append(mz.full_parameters(model))
+    assert not differing(*({name: value.cpu() for name, value in found.items()} for found in results))
+
+
 class Tower(nn.Module):
     """Units of a megabyte and more."""
 
