@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw", "draw_spans"]
 
-ROWS = ("compute", "node", "network")
+ROWS = ("compute", "node", "network", "disk read", "disk write", "from host", "to host")
 COLOURS = {
     "forward": "#8a8a8a",
     "backward": "#4d4d4d",
@@ -23,6 +23,10 @@ COLOURS = {
     "reduce": "#e0a458",
     "replicas": "#7b3fa0",
     "meet": "#b03a2e",
+    "read": "#2e8b57",
+    "load": "#2e8b57",
+    "store": "#9acd32",
+    "stream": "#556b2f",
 }
 """By the first word of a span's label."""
 WIDE = 0.04
@@ -37,14 +41,15 @@ def draw(step: Step, title: str, target: Path) -> None:
         MpiZeroError: without matplotlib.
     """
     plt = matplotlib()
-    figure, axes = plt.subplots(figsize=(11, 2.6), layout="constrained")
+    rows = len({span.row for span in step.spans})
+    figure, axes = plt.subplots(figsize=(11, max(2.6, 0.65 * rows)), layout="constrained")
     draw_spans(axes, step.spans, step.seconds)
     axes.set_title(title, fontsize=9, loc="left")
     save(figure, target)
 
 
 def draw_spans(axes: Any, spans: tuple[Span, ...], seconds: float) -> None:
-    """Draw a timeline on matplotlib axes, a row for compute and for each class of links that is used.
+    """Draw a timeline on matplotlib axes, a row for compute and for each class of links, disks included, that is used.
 
     Args:
         axes: where.

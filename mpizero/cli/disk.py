@@ -66,7 +66,7 @@ def disk_text(path: str, rows: list[tuple[str, DiskSpeed | str]]) -> str:
     buffered = any(not isinstance(each, str) and not each.unbuffered for _, each in rows)
     note = (
         "\nRanks are numbers of ranks, rates those of all ranks of a host together. The last column is the least time\n"
-        f"of Adam in bf16 with Offload(optimizer=PATH): {READ} bytes read and {WRITTEN} written per parameter."
+        f"of Adam in bf16, state and parameters on this disk: {READ} bytes read and {WRITTEN} written per parameter."
     )
     if buffered:
         note += "\nThe file system knows no unbuffered reads and writes: the page cache may flatter these figures."

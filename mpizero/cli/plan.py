@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 from mpizero.bench.plots import picture_file
+from mpizero.cli.offload_words import OFFLOAD_FLAGS
 from mpizero.cli.plan_question import DEVICES, OPTIMIZERS, OWN, UNITS, Question, question_of
 from mpizero.cli.plan_text import Row, record_of, text_of
 from mpizero.cli.plan_words import show_size
@@ -52,6 +53,7 @@ FLAGS = (
     ("--wires", None, "network ports of a node (one for each rank by default)"),
     ("--flops", None, "operations per second that a rank reaches, as 400T; needs --tokens"),
     ("--tokens", None, "tokens of a micro-batch of one rank; needs --flops"),
+    *OFFLOAD_FLAGS,
 )  # fmt: skip
 
 
@@ -117,5 +119,5 @@ def _row(question: Question, setup: Setup) -> Row:
         peak=step.peak if question.accounting == OWN else state.total + buffers,
         accounts={name: bytes_.total for name, bytes_ in accounts.items()},
         traffic=traffic_of(step),
-        times=times_of(step, network, compute),
+        times=times_of(step, network, compute, per_byte=question.per_byte(setup)),
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mpizero.bench.flags import size_of
+from mpizero.cli.offload_words import carriers_of, offload_of
 from mpizero.cli.plan_words import amount_of, bytes_of, speed_of
 from mpizero.cli.quantities import count_of, links_of, one_of
 from mpizero.errors import ArgumentError, must_be
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mpizero.collectives.links import Link
+    from mpizero.plan import Carriers, Moved
 
 __all__ = ["DEVICES", "OPTIMIZERS", "OWN", "UNITS", "Question", "question_of"]
 
@@ -50,6 +52,18 @@ class Question:
     tokens: int
     flops: float
     """0 where no speed is given."""
+    offload: Moved | None
+    """What is to be moved; each stage's setup says what of it the stage can move."""
+    carriers: Carriers
+
+    def per_byte(self, setup: Setup) -> float:
+        """Return the seconds per byte, each way, that one rank's disk or link to host memory takes."""
+        return self.carriers.per_byte(setup.offload, self.neighbours)
+
+    @property
+    def neighbours(self) -> int:
+        """Return the ranks that a node's disk serves."""
+        return min(self.setups[0].ranks, self.setups[0].per_node)
 
 
 def question_of(options: argparse.Namespace) -> Question:
@@ -67,12 +81,16 @@ def question_of(options: argparse.Namespace) -> Question:
         got = "--tokens" if flops is None else "--flops"
         raise ArgumentError(must_be("computation", "given by --tokens and --flops together", f"{got} alone"))
     links = links_of(options.alpha, options.beta)
+    offload = offload_of(options)
+    accounting = one_of("--accounting", options.accounting, (OWN, *ACCOUNTS))
+    if offload is not None and accounting != OWN:
+        raise ArgumentError(must_be("--offload", f"given with --accounting {OWN}", f"--accounting {accounting}"))
     return Question(
         model=model,
         assumed=given[0] == "params" and options.units is None,
-        setups=_setups(options, own, per_node),
+        setups=_setups(options, own, per_node, offload),
         precision=options.precision,
-        accounting=one_of("--accounting", options.accounting, (OWN, *ACCOUNTS)),
+        accounting=accounting,
         limits=Limits(
             memory=bytes_of("--memory", options.memory) if options.memory is not None else 0,
             activations=bytes_of("--activations", options.activations),
@@ -82,6 +100,8 @@ def question_of(options: argparse.Namespace) -> Question:
         wires=per_node if options.wires is None else count_of("--wires", options.wires),
         tokens=amount_of("--tokens", tokens) if tokens is not None else 0,
         flops=speed_of("--flops", flops) if flops is not None else 0,
+        offload=offload,
+        carriers=carriers_of(options),
     )
 
 
@@ -178,7 +198,7 @@ def _classes(flag: str, model: Any, names: Any) -> set[Any] | None:
     return {known[name] for name in names} if known else None
 
 
-def _setups(options: argparse.Namespace, own: str, per_node: int) -> tuple[Setup, ...]:
+def _setups(options: argparse.Namespace, own: str, per_node: int, offload: Moved | None) -> tuple[Setup, ...]:
     stages = STAGES if options.stage is None else tuple(count_of("--stage", one, 0) for one in options.stage.split(","))
     device = one_of("--device", options.device, DEVICES)
     reduce = "" if options.reduce is None else options.reduce
@@ -194,4 +214,10 @@ def _setups(options: argparse.Namespace, own: str, per_node: int) -> tuple[Setup
         micro_batches=count_of("--micro-batches", options.micro_batches),
         moments=OPTIMIZERS[one_of("--optimizer", options.optimizer, tuple(OPTIMIZERS))],
     )
-    return tuple(replace(base, stage=stage) for stage in dict.fromkeys(stages))
+    setups = [replace(base, stage=stage) for stage in dict.fromkeys(stages)]
+    if offload is None:
+        return tuple(setups)
+    whole = max(setups, key=lambda setup: setup.stage)
+    if offload.at(whole.stage) != offload:
+        offload.check(whole.stage, on_gpu=whole.on_gpu, node_shared=bool(whole.node_shared))
+    return tuple(replace(setup, offload=offload.at(setup.stage)) for setup in setups)

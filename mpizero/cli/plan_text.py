@@ -6,6 +6,7 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from mpizero.cli.offload_words import WHERE, carrier_in_words, offload_record
 from mpizero.cli.plan_question import OWN, Question
 from mpizero.cli.plan_words import scale_of, show_size
 from mpizero.cli.quantities import show_rate, show_seconds
@@ -44,7 +45,7 @@ class Row:
 def text_of(question: Question, rows: Sequence[Row], stage: int | None, said: Sequence[str]) -> str:
     """Return the tables, with the smallest stage that fits and the advice below."""
     memory = _memory_of_mpizero if question.accounting == OWN else _memory_by_account
-    parts = [_title(question), memory(question, rows), _costs(question, rows)]
+    parts = [_title(question), memory(question, rows), *_outside(question, rows), _costs(question, rows)]
     if question.limits.memory:
         beside = f" beside {show_size(question.limits.activations)} of activations" * bool(question.limits.activations)
         limit = show_size(question.limits.memory)
@@ -102,6 +103,37 @@ def _memory(question: Question, rows: Sequence[Row], head: list[str], table: lis
     return f"{unit} per rank\n{aligned([head, *table], right=range(1, len(table[0])))}"
 
 
+def _outside(question: Question, rows: Sequence[Row]) -> list[str]:
+    """Return the table of what is moved out of memory, if something is to be."""
+    moved = question.offload
+    if moved is None:
+        return []
+    kinds = ("parameters", "gradients", "optimizer")
+    most = max(max(getattr(row.step.outside, kind) for kind in kinds) for row in rows)
+    scale, unit = scale_of(max(most, *(max(_ways(row)) for row in rows), 1))
+    head = ["stage", "moved", *kinds, "groups, in memory", "read in a step", "written", "time of it", "after backward"]
+    table = []
+    for row in rows:
+        there = row.step.setup.offload
+        names = [] if there is None else [name for name in ("optimizer", "params") if getattr(there, name)]
+        values = [getattr(row.step.outside, kind) for kind in kinds]
+        values += [row.step.phases["step"].groups, *_ways(row)]
+        times = [_show_time(seconds) for seconds in (row.times.carrying, row.times.streaming)]
+        numbers = [*(f"{value / scale:.3g}" for value in values), *times] if names else ["-"] * (len(values) + 2)
+        table.append([str(row.stage), ", ".join(names) or "nothing", *numbers])
+    text = (
+        f"{unit} per rank {WHERE[moved.place]}\n{aligned([head, *table], right=range(2, len(head)))}\n\n"
+        f"Over {carrier_in_words(moved, question.carriers, question.neighbours)}.\n"
+        "Stage 0 moves nothing, and stages below 3 no parameters. What follows backward is exposed whole."
+    )
+    return [text]
+
+
+def _ways(row: Row) -> tuple[float, float]:
+    carried = row.step.carried
+    return carried.gathered + carried.read, carried.written
+
+
 def _costs(question: Question, rows: Sequence[Row]) -> str:
     scale, unit = scale_of(max(*(row.traffic.nbytes for row in rows), 1))
     known = question.flops > 0
@@ -119,7 +151,7 @@ def _costs(question: Question, rows: Sequence[Row]) -> str:
     ports = f"{question.wires} port{'s' * (question.wires > 1)} of {port} per node"
     return (
         f"per rank and step\n{aligned([head, *table], right=range(1, len(head)))}\n\n"
-        f"The least time that {node} within nodes and {ports} allow; the optimizer's own is not in it."
+        f"The least time that {node} within nodes and {ports} allow; the optimizer's own arithmetic is not in it."
     )
 
 
@@ -131,7 +163,7 @@ def _show_time(seconds: float) -> str:
 def record_of(question: Question, rows: Sequence[Row], stage: int | None, said: Sequence[str]) -> dict[str, object]:
     """Return what `--json` prints: bytes and seconds, of one rank and step."""
     setup, model = question.setups[0], question.model
-    shared = {key: value for key, value in asdict(setup).items() if key not in {"stage", "widths"}}
+    shared = {key: value for key, value in asdict(setup).items() if key not in {"stage", "widths", "offload"}}
     return {
         "schema_version": SCHEMA,
         "model": {
@@ -149,6 +181,8 @@ def record_of(question: Question, rows: Sequence[Row], stage: int | None, said: 
         "activations": question.limits.activations,
         "links": [asdict(link) for link in question.links],
         "wires": question.wires,
+        "offload": None if question.offload is None else asdict(question.offload),
+        "carriers": asdict(question.carriers),
         "smallest_stage": stage if question.limits.memory else None,
         "advice": list(said),
         "stages": [_record(question, row) for row in rows],
@@ -157,7 +191,7 @@ def record_of(question: Question, rows: Sequence[Row], stage: int | None, said: 
 
 def _record(question: Question, row: Row) -> dict[str, object]:
     phases = {
-        name: {"room": found.room, **found.held._asdict(), "total": found.total}
+        name: {"room": found.room, "groups": found.groups, **found.held._asdict(), "total": found.total}
         for name, found in row.step.phases.items()
     }
     return {
@@ -169,5 +203,6 @@ def _record(question: Question, row: Row) -> dict[str, object]:
         "fits": question.limits.fits(row.peak) if question.limits.memory else None,
         "accounts": row.accounts,
         "traffic": asdict(row.traffic),
+        "offload": offload_record(row.step.setup.offload, row.step.carried, row.step.outside),
         "seconds": asdict(row.times),
     }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from mpizero.bench.flags import size_of
 from mpizero.bench.plots import FORMATS, picture_file
 from mpizero.bench.timeline import draw
+from mpizero.cli.offload_words import OFFLOAD_FLAGS, carriers_of, offload_of
 from mpizero.cli.plan_words import amount_of
 from mpizero.cli.quantities import count_of, links_of, one_of, per_byte_of, seconds_of
 from mpizero.cli.step_report import Asked, record, text
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["configure", "run"]
 
+DEVICES = ("gpu", "cpu")
 PRECISIONS = {"bf16": 2, "fp16": 2, "fp32": 4}
 RESHARD = {"auto": None, "yes": True, "no": False}
 TENS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -69,10 +71,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         ("--straggle", "0", "spread of computing times, 0.05 for about a twentieth of them"),
         ("--slow", "", "slow ranks, as 3:1.5,17:2: rank 3 computes 1.5 times as long"),
         ("--seed", "0", "of what is drawn"),
+        ("--device", "gpu", f"where the model lies: {', '.join(DEVICES)}"),
+        *OFFLOAD_FLAGS,
         ("--plot", "", f"file for the timeline of rank 0, {' or '.join(FORMATS)}"),
     ):  # fmt: skip
-        shown = "required" if default is None else f"{default or 'none'} by default"
-        parser.add_argument(flag, default=default, required=default is None, help=f"{words} ({shown})")
+        required = flag == "--ranks"
+        shown = "required" if required else f"{default or 'none'} by default"
+        parser.add_argument(flag, default=default, required=required, help=f"{words} ({shown})")
     for flag, words in (
         ("--no-sync", "gradients are reduced in the last backward of a step alone"),
         ("--node-shared", "the ranks of a node hold one copy of the full parameters together"),
@@ -125,6 +130,8 @@ def _asked(options: argparse.Namespace) -> Asked:
         reshard_after_forward=RESHARD[one_of("--reshard-after-forward", options.reshard_after_forward, tuple(RESHARD))],
         node_shared=options.node_shared,
         recompute=options.recompute,
+        on_gpu=one_of("--device", options.device, DEVICES) == "gpu",
+        offload=offload_of(options),
     )
     cluster = Cluster(
         size=ranks,
@@ -139,6 +146,7 @@ def _asked(options: argparse.Namespace) -> Asked:
     speeds = Speeds(
         flops=flops,
         update=(ADAM + width) * per_byte_of("--memory", options.memory),
+        carry=carriers_of(options).per_byte(training.offload, min(ranks, per_node)),
         launch=seconds_of("--launch", options.launch),
         drive=per_byte_of("--drive", options.drive),
     )

@@ -225,6 +225,8 @@ class Offloaded(torch.optim.Optimizer):
         for part, bit, param in places:
             entry = inner.state.pop(param, {})
             self._keep(part, bit, param, entry, fresh)
+        for its in inner.param_groups:
+            its["params"] = []  # else the last group's memory lives on
         for part in group:
             self._hand_on(part)
 

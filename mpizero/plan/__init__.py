@@ -5,17 +5,23 @@ from mpizero.plan.advice import Limits, advice, enough_ranks, smallest_stage
 from mpizero.plan.layout import ALIGNMENT, Layout, Piece, Slot, layout_of
 from mpizero.plan.memory import STAGES, StateBytes, check_stage, model_state_bytes, sent_per_step
 from mpizero.plan.model import ModelShape, UnitShape, equal_units, transformer
+from mpizero.plan.moved import DISK, HOST, Carried, Carriers, Moved
 from mpizero.plan.setup import DTYPES, Setup, Widths, widths
 from mpizero.plan.step import Step, step_of
 
 __all__ = [
     "ACCOUNTS",
     "ALIGNMENT",
+    "DISK",
     "DTYPES",
+    "HOST",
     "STAGES",
+    "Carried",
+    "Carriers",
     "Layout",
     "Limits",
     "ModelShape",
+    "Moved",
     "Piece",
     "Setup",
     "Slot",

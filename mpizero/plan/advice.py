@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from mpizero.plan.moved import DISK, HOST, Moved
 from mpizero.plan.step import step_of
 
 if TYPE_CHECKING:
@@ -65,10 +66,11 @@ def advice(model: ModelShape, steps: dict[int, Step], limits: Limits, times: Tim
         limits: what a rank has.
         times: those of the stage that was chosen, with its computation; None where they are not known.
     """
-    setup = next(iter(steps.values())).setup
+    setup = steps[max(steps)].setup  # with all that is moved out of memory
     said = []
     if limits.memory and not any(limits.fits(step.peak) for step in steps.values()):
         said.append(_where_nothing_fits(model, setup, limits))
+        said += _with_offload(model, setup, limits)
     if 0 < limits.batch < setup.ranks:
         said.append(
             f"{limits.batch} sequences are fewer than {setup.ranks} ranks, so that some would have none: data "
@@ -76,12 +78,23 @@ def advice(model: ModelShape, steps: dict[int, Step], limits: Limits, times: Tim
             "stages (pipeline parallelism), so that several ranks work on one sequence; or take fewer ranks."
         )
     if times is not None and times.compute and times.exposed is not None and times.exposed > 0.5 * times.compute:
-        said.append(
-            "More than a third of the step would be waiting. Raise the tokens per rank, collect several micro-batches "
-            "in no_sync, or cut parameters within a node only (--group); pipeline parallelism sends activations "
-            "between nodes in place of parameters."
-        )
+        said.append(_where_much_waits(setup, times))
     return said
+
+
+def _where_much_waits(setup: Setup, times: Times) -> str:
+    """Return what to do where more than a third of the step is not computation."""
+    if setup.offload is not None and times.streaming > 0.5 * (times.exposed or 0.0):
+        link = "disk" if setup.offload.place == DISK else "link to host memory"
+        return (
+            f"More than a third of the step would be waiting, most of it for the {link}. Raise the tokens of a step, "
+            "by larger micro-batches or several in no_sync, take more ranks, or move less (--offload)."
+        )
+    return (
+        "More than a third of the step would be waiting. Raise the tokens per rank, collect several micro-batches "
+        "in no_sync, or cut parameters within a node only (--group); pipeline parallelism sends activations "
+        "between nodes in place of parameters."
+    )
 
 
 def _where_nothing_fits(model: ModelShape, setup: Setup, limits: Limits) -> str:
@@ -101,3 +114,14 @@ def _where_nothing_fits(model: ModelShape, setup: Setup, limits: Limits) -> str:
         "at stage 3, and more ranks do not make them smaller. Take smaller units, prefetch 0, or cut each layer over "
         "ranks (tensor parallelism)."
     )
+
+
+def _with_offload(model: ModelShape, setup: Setup, limits: Limits) -> list[str]:
+    """Return the least offload with which stage 3 fits on as many ranks, in a sentence; none where nothing helps."""
+    place = HOST if setup.on_gpu else DISK
+    for moved in (Moved(optimizer=place), Moved(optimizer=place, params=place)):
+        moving = replace(setup, stage=3, group=0, node_shared=None, offload=moved)
+        if setup.offload is None and limits.fits(step_of(model, moving).peak):
+            words = ",".join(f"{name}={place}" for name in ("optimizer", "params") if getattr(moved, name))
+            return [f"On {setup.ranks} ranks stage 3 fits with --offload {words}."]
+    return []

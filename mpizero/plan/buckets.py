@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mpizero.plan.ledger import Move
+from mpizero.plan.moved import HOST
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,6 +117,9 @@ class Buckets:
         taken = [one for unit in units for one in self._take(unit)]
         if self._setup.ranks == 1:
             self._ledger.add(flying=-sum(one.private for one in taken), kept=-sum(_kept(one) for one in taken))
+            if taken and self._carried(taken):
+                self._ledger.act("reduce", taken[0].unit, (), self._carried(taken))
+                self._ledger.act("reduced", -1)
             return
         at_once = AT_ONCE if len(units) == 1 else 1
         freed = 0
@@ -166,9 +170,16 @@ class Buckets:
         moves = [Move("reduce_scatter" if setup.cut else "all_reduce", nbytes, setup.shards)]
         if setup.hybrid:
             moves.append(Move("all_reduce", nbytes // setup.shards, setup.ranks // setup.shards, across=True))
-        self._ledger.act("reduce", first.unit, tuple(moves))
+        self._ledger.act("reduce", first.unit, tuple(moves), self._carried(alike))
         self._jobs.append(_Job(units=units, flying=flying, kept=kept))
         return freed
+
+    def _carried(self, taken: list[_Taken]) -> int:
+        """Return the bytes of reduced gradients that go to host memory."""
+        moved = self._setup.offload
+        if moved is None or moved.optimizer != HOST:
+            return 0
+        return sum(one.flat.shard * one.flat.master for one in taken)
 
     def finish(self) -> None:
         """Reduce what is held and wait for all."""

@@ -5,7 +5,8 @@ slow are alike, and one stands for all of them. The ranks of an actor follow the
 own (one number where all are alike). A collective begins when every rank has posted it, those before it on its
 communicator are over, and its links are free (`fifo`), or at once on links that all who use them share in equal parts
 (`shared`). Its links are those of its class at every actor that takes part: so long as it runs nobody else has them
-alone, even where it spends a part of its time on latency.
+alone, even where it spends a part of its time on latency. What a disk or host memory gives to each rank is followed
+in the same way: as a collective of a group of which every rank does its own part.
 
 An actor goes through its program until it waits for a collective that is not over; what it posts meanwhile lies in the
 future of the events, never in their past. Memory and time are proportional to actors x collectives and, for clocks that
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpizero.plan.program import GROUP, POST, RUN, Program
+from mpizero.plan.instructions import INWARD, OUTWARD, POST, RUN, WITHIN, Program
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -61,7 +62,7 @@ class Times:
     """When each is done."""
     computed: Clocks
     exposed: Clocks
-    """In which it waited for a collective that all had come to, in a queue or under way."""
+    """In which it waited for a collective that all had come to, in a queue or under way, a disk or host memory."""
     idle: Clocks
     """In which it waited for other ranks."""
     spans: list[Span] = field(default_factory=list)
@@ -123,7 +124,7 @@ class Actor:
         """Begin a collective, and the one that follows it."""
         while number >= 0 and self.program.drive:
             job = self.program.jobs[number]
-            if job.price.seconds and job.price.sent:
+            if job.price.seconds and job.price.sent and job.scope not in {INWARD, OUTWARD}:
                 self.debts[number] = self.program.drive * job.price.sent
             number = job.then
 
@@ -219,7 +220,7 @@ class _Course:
     def _arrive(self, now: float, index: int, number: int) -> None:
         """Have an actor come to a collective."""
         _, scope, price, _ = self.program.jobs[number]
-        if scope == GROUP:
+        if scope in WITHIN:
             run = _Run(number, [index], price.link, scope, price.seconds)
         else:
             run = self.joint.get(number) or _Run(
@@ -290,7 +291,8 @@ class _Course:
             if actor.traced and run.end > run.start:
                 actor.times.spans.append(Span(job.price.link, job.label, run.start, now))
             if job.then >= 0:
-                del actor.started[run.number]  # it is the second that the program waits for
+                if self.program.jobs[job.then].scope != OUTWARD:
+                    del actor.started[run.number]  # it is the second that the program waits for
                 self._later(now, POST, (index, job.then))
 
 

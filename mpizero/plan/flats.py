@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mpizero.arrays.disk import BLOCK
 from mpizero.plan.layout import layout_of
-from mpizero.plan.memory import StateBytes
+from mpizero.plan.memory import Part, StateBytes, split_state
+from mpizero.plan.moved import DISK
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,6 +41,8 @@ class Flat:
     """Parameters in it."""
     state: int
     """Elements that the optimizer has values for: without padding where nothing is cut, else at most a shard's."""
+    moments: int
+    """Values per element that the optimizer has."""
 
     @property
     def full_bytes(self) -> int:
@@ -69,27 +73,32 @@ def flats_of(unit: UnitShape, setup: Setup) -> tuple[Flat, ...]:
             trained=trained,
             tensors=len(members),
             state=min(layout.numel, layout.shard_length if setup.cut else layout.numel),
+            moments=setup.moments,
         )
         found.append(flat)
     return tuple(found)
 
 
-def state_of(flats: Iterable[Flat], setup: Setup) -> StateBytes:
-    """Return the bytes of model state that one rank holds between two steps, padding included.
+def state_of(flats: Iterable[Flat], setup: Setup) -> tuple[StateBytes, StateBytes]:
+    """Return the bytes of model state that one rank holds between two steps, padding included, and those it has moved.
 
     A copy that the node shares is charged to its ranks in equal parts, and a master copy apart from the full parameters
     counts as optimizer state, as in `mpizero.memory_report`.
     """
-    parameters = gradients = optimizer = 0.0
+    near = far = StateBytes(parameters=0.0, gradients=0.0, optimizer=0.0)
+    block = BLOCK if setup.offload is not None and setup.offload.place == DISK else 1
     for flat in flats:
-        own = flat.shard * flat.master
-        if not setup.release:
-            parameters += flat.full_bytes / (setup.shards if setup.shared else 1)
-        if flat.trained:
-            gradients += own
-            optimizer += setup.moments * flat.state * flat.master + (COUNTER * flat.tensors if setup.moments > 1 else 0)
-        if flat.full != flat.master and flat.trained:
-            optimizer += own
-        elif flat.full != flat.master or setup.release:
-            parameters += own
-    return StateBytes(parameters=parameters, gradients=gradients, optimizer=optimizer)
+        part = Part(
+            full=0 if setup.release else flat.full_bytes / (setup.shards if setup.shared else 1),
+            released=setup.release,
+            shard=flat.shard,
+            state=flat.state,
+            working=flat.full,
+            master=flat.master,
+            trained=flat.trained,
+        )
+        here, there = split_state(part, setup.moments, setup.offload, block=block)
+        counters = COUNTER * flat.tensors if flat.trained and setup.moments > 1 else 0
+        near = near.plus(here).plus(StateBytes(parameters=0.0, gradients=0.0, optimizer=counters))
+        far = far.plus(there)
+    return near, far

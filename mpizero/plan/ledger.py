@@ -24,9 +24,12 @@ class Act(NamedTuple):
     """Say what a rank does next: begins a collective, waits for it, or computes."""
 
     kind: str
-    """`gather`, `gathered` (waited for), `forward`, `backward`, `reduce` or `reduced`."""
+    """`expect` (has the disk read ahead), `gather`, `gathered` (waited for), `forward`, `backward`, `reduce` or
+    `reduced`."""
     unit: int
     moves: tuple[Move, ...] = ()
+    carried: int = 0
+    """Bytes that come from a disk or from host memory ahead of a gather, or go to host memory after a reduction."""
 
 
 class Held(NamedTuple):
@@ -65,6 +68,6 @@ class Ledger:
         if now.total >= self.peaks.get(self.phase, Held()).total:
             self.peaks[self.phase] = now
 
-    def act(self, kind: str, unit: int, moves: tuple[Move, ...] = ()) -> None:
+    def act(self, kind: str, unit: int, moves: tuple[Move, ...] = (), carried: int = 0) -> None:
         """Write down what is done."""
-        self.acts.append(Act(kind, unit, moves))
+        self.acts.append(Act(kind, unit, moves, carried))

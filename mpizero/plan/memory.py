@@ -10,8 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mpizero.errors import ArgumentError, must_be
+from mpizero.plan.moved import HOST, Moved
 
-__all__ = ["STAGES", "StateBytes", "check_stage", "model_state_bytes", "sent_per_step"]
+__all__ = [
+    "STAGES",
+    "Part",
+    "StateBytes",
+    "check_stage",
+    "model_state_bytes",
+    "part_of",
+    "sent_per_step",
+    "split_state",
+]
 
 STAGES = (0, 1, 2, 3)
 
@@ -29,6 +39,14 @@ class StateBytes:
         """Return the sum over kinds."""
         return self.parameters + self.gradients + self.optimizer
 
+    def plus(self, other: StateBytes) -> StateBytes:
+        """Return the sum of both, kind by kind."""
+        return StateBytes(
+            parameters=self.parameters + other.parameters,
+            gradients=self.gradients + other.gradients,
+            optimizer=self.optimizer + other.optimizer,
+        )
+
 
 def check_stage(stage: int) -> int:
     """Return the stage; raise ArgumentError where there is none of that number."""
@@ -37,10 +55,68 @@ def check_stage(stage: int) -> int:
     return stage
 
 
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Describe what one rank has of parameters that are kept alike."""
+
+    full: float
+    """Bytes of full parameters that always live, as far as they are charged to this rank; 0 where they are released."""
+    released: bool
+    shard: float
+    """Elements that the rank updates."""
+    state: float
+    """Elements of these that the optimizer has values for."""
+    working: int
+    """Bytes of an element as forward computes."""
+    master: int
+    """As the optimizer works."""
+    trained: bool = True
+
+
+def split_state(
+    part: Part, moments: int, moved: Moved | None = None, *, block: int = 1
+) -> tuple[StateBytes, StateBytes]:
+    """Return the bytes of model state in the memory in which a rank computes, and those that are moved out of it.
+
+    A master copy apart from the full parameters counts as optimizer state. What is updated in host memory has a master
+    copy there in any case, and room for the gradients; on a disk, fp32 parameters that stay in memory are their own.
+
+    Args:
+        part: what the rank has.
+        moments: values of optimizer state per element, in master precision.
+        moved: what is moved.
+        block: bytes of which what is moved takes a multiple, for each array.
+    """
+    near = {"parameters": part.full, "gradients": 0.0, "optimizer": 0.0}
+    far = dict.fromkeys(near, 0.0)
+    optimizer, params = (bool(moved.optimizer), bool(moved.params)) if moved is not None else (False, False)
+    on_host = moved is not None and moved.optimizer == HOST and part.trained
+    own, copy = part.shard * part.master, part.shard * part.working
+    whole, whole_copy = (-(-nbytes // block) * block if block > 1 else nbytes for nbytes in (own, copy))
+    if part.trained:
+        near["gradients"] += own
+        far["gradients"] += own * on_host
+        near["optimizer"] += 0 if optimizer else moments * part.state * part.master
+        far["optimizer"] += moments * whole * optimizer
+    if part.working != part.master:
+        kind = "optimizer" if part.trained else "parameters"
+        near[kind] += 0 if optimizer else own
+        far[kind] += whole * optimizer
+        near["parameters"] += copy * (optimizer and not params and part.released)
+        far["parameters"] += whole_copy * params
+    elif on_host:
+        far["optimizer"] += whole
+        near["parameters"] += own * (part.released and not params)
+    elif part.released:
+        near["parameters"] += 0 if params else own
+        far["parameters"] += whole * params
+    return StateBytes(**near), StateBytes(**far)
+
+
 def model_state_bytes(
     numel: int, ranks: int, stage: int, *, working_bytes: int = 4, moments: int = 2, node_shared: bool = False
 ) -> StateBytes:
-    """Return the stage's formula for one rank.
+    """Return the stage's formula for one rank, where nothing is moved.
 
     Args:
         numel: trainable parameters of the model.
@@ -55,18 +131,43 @@ def model_state_bytes(
     Not in it: the unit buffers: a unit's gathered parameters at stage 3, and its gradients while they are collected and
     reduced.
     """
-    check_stage(stage)
-    wide = max(4, working_bytes)
-    master = wide if wide > working_bytes else 0
-    shares = [1 / ranks if stage >= threshold else 1.0 for threshold in (3, 1, 1)]
-    if stage >= 3 and master and ranks > 1:
-        shares[0] = 0.0  # the working copy exists only while its unit is gathered
-    if node_shared and stage >= 1:
-        shares[0] = 1 / ranks
-    return StateBytes(
-        parameters=numel * working_bytes * shares[0],
-        gradients=numel * wide * shares[1],
-        optimizer=numel * (wide * moments + master) * shares[2],
+    part = part_of(numel, ranks, stage, working_bytes=working_bytes, node_shared=node_shared)
+    return split_state(part, moments)[0]
+
+
+def part_of(
+    numel: int,
+    ranks: int,
+    stage: int,
+    *,
+    working_bytes: int = 4,
+    node_shared: bool = False,
+    params_moved: bool = False,
+    trained: bool = True,
+) -> Part:
+    """Return what one rank has of so many parameters, without padding; for `split_state`.
+
+    Args:
+        numel: parameters.
+        ranks: over how many ranks they are sharded.
+        stage: 0 to 3.
+        working_bytes: see `model_state_bytes`.
+        node_shared: see there.
+        params_moved: whether parameters lie elsewhere between their uses, and so are released on one rank too.
+        trained: whether they are.
+    """
+    cut = check_stage(stage) >= 1
+    shared = node_shared and cut
+    released = stage == 3 and (ranks > 1 or params_moved) and not shared
+    shard = numel / ranks if cut else numel
+    return Part(
+        full=0 if released else numel * working_bytes / (ranks if shared else 1),
+        released=released,
+        shard=shard,
+        state=shard,
+        working=working_bytes,
+        master=max(4, working_bytes),
+        trained=trained,
     )
 
 

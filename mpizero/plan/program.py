@@ -2,56 +2,32 @@
 
 It is the order of `shard` from its second step on (docs/sharding.md): gathers `prefetch` units ahead at stage 3 and all
 at once at stages 1 and 2, reductions in buckets of which at most two are under way where gradients are cut, and the
-meetings in which ranks tell each other what they are about to do.
+meetings in which ranks tell each other what they are about to do. Around it goes what is carried from and to a disk or
+host memory; see [Note: what is carried] in `moved`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpizero.plan.buckets import AT_ONCE
+from mpizero.plan.flats import flats_of
+from mpizero.plan.instructions import CARRIERS, GROUP, INWARD, OUTWARD, REPLICAS, WORLD, Job, Program
 from mpizero.plan.layout import layout_of
+from mpizero.plan.moved import DISK, HOST, streamed
 from mpizero.plan.prices import Price, Prices, group_of, replicas_of
+from mpizero.plan.training import setup_of
 
 if TYPE_CHECKING:
     from mpizero.collectives.links import Cluster
     from mpizero.plan.model import UnitShape
     from mpizero.plan.training import Speeds, Training
 
-__all__ = ["GROUP", "POST", "REPLICAS", "RUN", "WAIT", "WORLD", "Instruction", "Job", "Program", "program_of"]
+__all__ = ["program_of"]
 
-RUN, POST, WAIT = "run", "post", "wait"
-WORLD, GROUP, REPLICAS = "world", "group", "replicas"
-"""Communicators; each runs its collectives in the order in which they were begun."""
 RECORD = 20
 """Bytes that each rank tells the others in a meeting."""
-
-
-class Job(NamedTuple):
-    """Describe one collective of the program."""
-
-    label: str
-    """gather, reduce or meet, and the unit's name."""
-    scope: str
-    """The communicator on which it runs."""
-    price: Price
-    then: int = -1
-    """The number of the job that begins when this one is over; -1 for none."""
-
-
-class Instruction(NamedTuple):
-    """Name one thing that a rank does."""
-
-    kind: str
-    """RUN, POST or WAIT."""
-    seconds: float
-    """Of a RUN on a rank that is neither slow nor fast."""
-    job: int
-    """The number of the job, to POST or WAIT for."""
-    label: str = ""
-    """Of a RUN: the phase and the unit's name."""
 
 
 class _Unit(NamedTuple):
@@ -61,39 +37,6 @@ class _Unit(NamedTuple):
     length: int
     """Elements of its flat buffer, padding included."""
     flops: float
-
-
-@dataclass(kw_only=True)
-class Program:
-    """Hold the instructions of every rank, and the collectives that they speak of."""
-
-    group: int
-    """Ranks over which a parameter is cut."""
-    stage: int
-    """0 where nothing is cut because groups are of one rank."""
-    drive: float = 0.0
-    """Seconds of a rank's core per byte that it sends; see `Speeds`."""
-    instructions: list[Instruction] = field(default_factory=list)
-    jobs: list[Job] = field(default_factory=list)
-
-    def run(self, seconds: float, label: str) -> None:
-        """Compute for so long."""
-        self.instructions.append(Instruction(RUN, seconds, -1, label))
-
-    def post(self, job: Job, then: Job | None = None) -> int:
-        """Begin a collective, and another one behind it; return the number of the one that ends last."""
-        first = last = len(self.jobs)
-        self.jobs.append(job)
-        if then is not None:
-            last = len(self.jobs)
-            self.jobs.append(then)
-            self.jobs[first] = job._replace(then=last)
-        self.instructions.append(Instruction(POST, 0.0, first))
-        return last
-
-    def wait(self, job: int) -> None:
-        """Wait for a collective."""
-        self.instructions.append(Instruction(WAIT, 0.0, job))
 
 
 def program_of(training: Training, cluster: Cluster, speeds: Speeds, *, group: int, choice: str) -> Program:
@@ -128,14 +71,22 @@ class _Writer:
         self.blocks, self.root = blocks, root
         self.parameters = sum(len(unit.parameters) for unit in training.model.units)
         self.gathers = self.cut and not training.node_shared
-        self.released = self.gathers and training.stage == 3
+        moved = training.offload
+        self.optimizer, self.params = (moved.optimizer, moved.params) if moved is not None else ("", "")
+        self.released = (self.gathers or bool(self.params)) and training.stage == 3
         again = training.reshard_after_forward
         self.kept = {unit: (not again if again is not None else unit is root) for unit in (root, *blocks)}
         self.begun: dict[_Unit, int] = {}
         """Gathers that were begun and not needed so far."""
+        self.reads: dict[_Unit, int] = {}
+        """The same of what a disk reads ahead of a gather."""
+        self.stores: list[int] = []
+        """Gradients that are on their way to host memory."""
         self.held: list[_Unit] = []
         self.reducing: list[int] = []
         self.first = True
+        self.last = True
+        """Whether this is the last backward of the step, whose gradients are updated with."""
         self.meeting = -1
 
     def _unit(self, unit: UnitShape) -> _Unit:
@@ -146,7 +97,7 @@ class _Writer:
         for number in range(self.training.backwards):
             last = number == self.training.backwards - 1
             self._forward(fresh=number == 0)
-            self._backward(sync=last or not self.training.no_sync)
+            self._backward(sync=last or not self.training.no_sync, last=last)
         self._update()
         return self.program
 
@@ -170,8 +121,24 @@ class _Writer:
             if unit not in self.begun:
                 self.begun[unit] = self._gather(unit)
             self._ahead(order, index + 1, self.training.prefetch)
-        if unit in self.begun:
-            self.program.wait(self.begun.pop(unit))
+            for later in order[index + 1 + self.training.prefetch :][:1]:
+                self._expect(later)
+        if (gather := self.begun.pop(unit, -1)) >= 0:
+            self.program.wait(gather)
+
+    def _expect(self, unit: _Unit) -> None:
+        """Have the disk read a unit's part ahead of its gather."""
+        if self.params == DISK and unit not in self.begun and unit not in self.reads:
+            self.reads[unit] = self.program.post(self._carry(f"read {unit.name}", INWARD, self._part(unit)))
+
+    def _part(self, unit: _Unit) -> float:
+        """Return the bytes of a rank's part of a unit's parameters."""
+        return unit.length / (self.group if self.cut else 1) * self.training.working_bytes
+
+    def _carry(self, label: str, scope: str, nbytes: float) -> Job:
+        """Return the job of moving bytes from or to this rank's disk or host memory."""
+        link = CARRIERS[self.optimizer or self.params, scope]
+        return Job(label, scope, Price(nbytes * self.speeds.carry, link, nbytes, 0.0, "none"))
 
     def _ahead(self, order: list[_Unit], start: int, count: int) -> None:
         for unit in order[start : start + count]:
@@ -179,11 +146,21 @@ class _Writer:
                 self.begun[unit] = self._gather(unit)
 
     def _gather(self, unit: _Unit) -> int:
+        """Begin a gather, behind what it needs of a disk, which is waited for, or of host memory."""
         width = self.training.working_bytes
-        price = self.prices[GROUP].of("all_gather", unit.length * width, width)
-        return self.program.post(Job(f"gather {unit.name}", GROUP, price))
+        if self.params == DISK:
+            self._expect(unit)
+            self.program.wait(self.reads.pop(unit))
+        if not self.cut:
+            load = self._carry(f"load {unit.name}", INWARD, self._part(unit))
+            return self.program.post(load) if self.params == HOST else -1
+        gather = Job(f"gather {unit.name}", GROUP, self.prices[GROUP].of("all_gather", unit.length * width, width))
+        if self.params == HOST:
+            return self.program.post(self._carry(f"load {unit.name}", INWARD, self._part(unit)), gather)
+        return self.program.post(gather)
 
-    def _backward(self, *, sync: bool) -> None:
+    def _backward(self, *, sync: bool, last: bool) -> None:
+        self.last = last
         order = [unit for unit in (self.root, *reversed(self.blocks)) if not self.kept[unit]] if self.released else []
         self._ahead(order, 0, self.training.prefetch)
         if not self.alone and (sync or self.released):
@@ -229,25 +206,42 @@ class _Writer:
     def _flush(self) -> None:
         """Write the reduction of what is held, after those that have to be over before."""
         held, self.held, self.first = self.held, [], False
-        if not held or self.alone:
+        if not held:
             return
-        while self.cut and len(self.reducing) >= (AT_ONCE if len(held) == 1 else 1):
-            self._look()
-            self.program.wait(self.reducing.pop(0))
         length, width = sum(unit.length for unit in held), self._sent()
         label = held[0].name if len(held) == 1 else f"{held[0].name} to {held[-1].name}"
+        if self.alone:
+            self.stores += [self.program.post(job) for job in self._stores(label, length)]
+            return
+        while len(self.reducing) >= (AT_ONCE if len(held) == 1 else 1) and self._is_bounded(held):
+            self._look()
+            self.program.wait(self.reducing.pop(0))
         operation = "reduce_scatter" if self.cut else "all_reduce"
-        job = Job(f"reduce {label}", GROUP, self.prices[GROUP].of(operation, length * width, width))
-        then = None
+        jobs = [Job(f"reduce {label}", GROUP, self.prices[GROUP].of(operation, length * width, width))]
         if self.hybrid:
             share = self.prices[REPLICAS].of("all_reduce", length / self.group * 4, 4)
-            then = Job(f"replicas {label}", REPLICAS, share)
-        self.reducing.append(self.program.post(job, then))
+            jobs.append(Job(f"replicas {label}", REPLICAS, share))
+        stores = self._stores(label, length)
+        last = self.program.post(*jobs, *stores)
+        self.reducing.append(last - len(stores))
+        self.stores += [last] * len(stores)
+
+    def _is_bounded(self, held: list[_Unit]) -> bool:
+        """Return whether a reduction holds memory of its own, as `Buckets` of `plan.buckets` and `shard` have it."""
+        training = self.training
+        in_place = len(held) == 1 and training.wire_bytes == max(4, training.working_bytes) and not training.kept
+        return self.cut or (training.device and not in_place)
+
+    def _stores(self, label: str, length: int) -> list[Job]:
+        """Return the job of sending reduced gradients to host memory, where they are to go there."""
+        if self.optimizer != HOST or not self.last:
+            return []
+        nbytes = length / (self.group if self.cut else 1) * max(4, self.training.working_bytes)
+        return [self._carry(f"store {label}", OUTWARD, nbytes)]
 
     def _sent(self) -> int:
         """Return the bytes of a gradient on the wire: fp32 where `no_sync` or replicas add to it."""
-        kept = self.training.no_sync and self.training.backwards > 1
-        return max(4, self.training.wire_bytes) if kept or self.hybrid else self.training.wire_bytes
+        return max(4, self.training.wire_bytes) if self.training.kept or self.hybrid else self.training.wire_bytes
 
     def _meet(self, nbytes: int, *, wait: bool = True) -> None:
         """Write a meeting of all ranks, for which every one of them sends so many bytes."""
@@ -268,12 +262,25 @@ class _Writer:
         return unit.flops * self.training.tokens / self.speeds.flops * factor + self.speeds.launch
 
     def _update(self) -> None:
-        """Write the optimizer's step, and the casts into a node's shared copy."""
+        """Write the optimizer's step, beside it what it streams, and the casts into a node's shared copy."""
+        for store in self.stores:
+            self.program.wait(store)
+        streams = self._streams()
         elements = sum(unit.length for unit in (self.root, *self.blocks)) / (self.group if self.cut else 1)
         casts = 0.0
         if self.training.node_shared and self.cut and self.training.working_bytes < 4:
             casts = elements * self.training.working_bytes * self.cluster.copy
         self.program.run(elements * self.speeds.update + casts, "optimizer")
+        for stream in streams:
+            self.program.wait(stream)
+
+    def _streams(self) -> list[int]:
+        """Begin to move what the optimizer's step reads and writes of a disk, or what comes back from host memory."""
+        setup = setup_of(self.training, self.cluster)
+        flats = [flat for unit in self.training.model.units for flat in flats_of(unit, setup)]
+        moved = streamed(flats, setup.offload, released=setup.release)
+        ways = [(INWARD, moved.read)] + [(OUTWARD, moved.written)] * ((self.optimizer or self.params) == DISK)
+        return [self.program.post(self._carry("stream state", scope, nbytes)) for scope, nbytes in ways if nbytes]
 
 
 @lru_cache(maxsize=512)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
 from mpizero.plan.memory import check_stage
+
+if TYPE_CHECKING:
+    from mpizero.plan.moved import Moved
 
 __all__ = ["DTYPES", "Setup", "Widths", "widths"]
 
@@ -70,6 +74,8 @@ class Setup:
     """Backwards of a step, all but the last inside `no_sync`."""
     moments: int = 2
     """Values of the optimizer's state per parameter, in master precision: 2 for Adam, 1 for SGD with momentum."""
+    offload: Moved | None = None
+    """What is moved out of the memory in which the model computes."""
 
     def __post_init__(self) -> None:
         """Refuse what is no job; raise ArgumentError, or ArgumentTypeError for numbers that are not whole."""
@@ -86,6 +92,8 @@ class Setup:
         if self.node_shared and self.cut and (self.on_gpu or not self.on_one_node):
             rule = "False or None for models on GPUs, and where ranks of a group are on several nodes"
             raise ArgumentError(must_be("node_shared", rule, self.node_shared))
+        if self.offload is not None:
+            self.offload.check(self.stage, on_gpu=self.on_gpu, node_shared=bool(self.node_shared))
 
     @property
     def hybrid(self) -> bool:
@@ -110,7 +118,8 @@ class Setup:
     @property
     def shared(self) -> bool:
         """Return whether the node's ranks hold one copy of the full parameters together."""
-        return self.cut and not self.on_gpu and self.on_one_node and self.node_shared is not False
+        wanted = self.node_shared is not False and not self.params_moved
+        return self.cut and not self.on_gpu and self.on_one_node and wanted
 
     @property
     def rooms(self) -> bool:
@@ -120,4 +129,9 @@ class Setup:
     @property
     def release(self) -> bool:
         """Return whether full parameters live from a unit's gather to its release, or always."""
-        return self.stage == 3 and self.cut and not self.shared
+        return self.stage == 3 and (self.cut or self.params_moved) and not self.shared
+
+    @property
+    def params_moved(self) -> bool:
+        """Return whether parameters lie elsewhere between their uses; then they are released on one rank too."""
+        return self.offload is not None and bool(self.offload.params)

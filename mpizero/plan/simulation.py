@@ -9,18 +9,23 @@ import numpy as np
 
 from mpizero.errors import ArgumentError, must_be
 from mpizero.plan.events import Actor, Span, Times, follow
-from mpizero.plan.memory import StateBytes, model_state_bytes
-from mpizero.plan.program import Job, Program, program_of
-from mpizero.plan.training import CHOICES, SERVICES, Speeds, Stragglers, Training, check_training
+from mpizero.plan.instructions import CARRIERS, Job, Program
+from mpizero.plan.memory import StateBytes, part_of, split_state
+from mpizero.plan.program import program_of
+from mpizero.plan.step import step_of
+from mpizero.plan.training import CHOICES, SERVICES, Speeds, Stragglers, Training, check_training, setup_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from mpizero.collectives.links import Cluster
+    from mpizero.plan.prices import Price
 
 __all__ = ["Step", "Traffic", "simulate_step"]
 
 EVEN = Stragglers()
+ADAM = 2
+"""Values of optimizer state per parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +33,7 @@ class Traffic:
     """Sum up the collectives of one kind in a step, on one rank."""
 
     kind: str
-    """gather, reduce, replicas or meet."""
+    """gather, reduce, replicas or meet; from and to a disk or host memory, read, load, store or stream."""
     link: str
     """The class of links."""
     algorithm: str
@@ -37,9 +42,14 @@ class Traffic:
     seconds: float
     """Of all one after the other, on links that nobody else uses."""
     sent: float
-    """Bytes that the busiest rank sends."""
+    """Bytes that the busiest rank sends, or moves from or to its disk or host memory."""
     wire: float
     """Bytes out of or into the busiest node."""
+
+    @property
+    def carried(self) -> bool:
+        """Return whether it is no collective, but from or to a disk or host memory."""
+        return self.link in CARRIERS.values()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +63,17 @@ class Step:
     slowest: float
     """The same of the rank that computes longest."""
     exposed: float
-    """Seconds in which a rank waits for a collective that all ranks have come to."""
+    """Seconds in which a rank waits for a collective that all ranks have come to, for its disk or for host memory."""
     idle: float
     """Seconds in which a rank waits for other ranks, and at last for the last to be done."""
     traffic: tuple[Traffic, ...]
     state: StateBytes
-    """Bytes of one rank between two steps."""
+    """Bytes of one rank between two steps, in the memory in which it computes."""
+    outside: StateBytes
+    """What is moved to a disk or to host memory."""
     buffers: float
-    """Bytes at most of gathered units and of gradients on their way, besides."""
+    """Bytes at most of gathered units, of gradients that wait, travel or are kept back by `no_sync`, and of groups of
+    state from a disk, besides: as `step_of` finds them."""
     tokens_per_second: float
     """Of all ranks."""
     flops: float
@@ -71,7 +84,7 @@ class Step:
     @property
     def communication(self) -> float:
         """Return the seconds of all collectives, one after the other."""
-        return sum(traffic.seconds for traffic in self.traffic)
+        return sum(traffic.seconds for traffic in self.traffic if not traffic.carried)
 
 
 def simulate_step(
@@ -152,6 +165,7 @@ def _summary(training: Training, cluster: Cluster, program: Program, ran: tuple[
     def mean(name: str) -> float:
         return sum(w * float(getattr(one, name).mean()) for one, w in zip(times, weights, strict=True)) / groups
 
+    state, outside = _state(training, program)
     tokens = training.tokens * training.backwards
     operations = 3 * sum(unit.flops for unit in training.model.units) * tokens
     return Step(
@@ -161,8 +175,9 @@ def _summary(training: Training, cluster: Cluster, program: Program, ran: tuple[
         exposed=mean("exposed"),
         idle=mean("idle") + seconds - mean("clocks"),
         traffic=_traffic(program.jobs),
-        state=_state(training, program),
-        buffers=_buffers(training, program),
+        state=state,
+        outside=outside,
+        buffers=_buffers(training, cluster),
         tokens_per_second=tokens * cluster.size / seconds if seconds else 0.0,
         flops=operations / seconds if seconds else 0.0,
         spans=tuple(span for one in times for span in one.spans),
@@ -170,11 +185,13 @@ def _summary(training: Training, cluster: Cluster, program: Program, ran: tuple[
 
 
 def _traffic(jobs: list[Job]) -> tuple[Traffic, ...]:
-    """Return the collectives by kind, in the order in which they come first."""
-    kinds = list(dict.fromkeys(job.label.partition(" ")[0] for job in jobs))
+    """Return the collectives by kind, and what is carried by direction too, in the order in which they come first."""
+    by_kind: dict[tuple[str, str], list[Price]] = {}
+    for job in jobs:
+        link = job.price.link if job.price.link in CARRIERS.values() else ""
+        by_kind.setdefault((job.label.partition(" ")[0], link), []).append(job.price)
     found = []
-    for kind in kinds:
-        alike = [job.price for job in jobs if job.label.partition(" ")[0] == kind]
+    for (kind, _), alike in by_kind.items():
         longest = max(alike, key=lambda price: price.seconds)
         found.append(
             Traffic(
@@ -190,26 +207,22 @@ def _traffic(jobs: list[Job]) -> tuple[Traffic, ...]:
     return tuple(found)
 
 
-def _state(training: Training, program: Program) -> StateBytes:
-    return model_state_bytes(
+def _state(training: Training, program: Program) -> tuple[StateBytes, StateBytes]:
+    """Return the bytes of state in memory, by the stage's formula, and what is moved out of it."""
+    moved = training.offload
+    uncut = moved is not None and not program.stage
+    part = part_of(
         training.model.numel,
-        program.group,
-        program.stage,
+        1 if uncut else program.group,
+        training.stage if uncut else program.stage,
         working_bytes=training.working_bytes,
         node_shared=training.node_shared,
+        params_moved=moved is not None and bool(moved.params),
     )
+    return split_state(part, ADAM, moved)
 
 
-def _buffers(training: Training, program: Program) -> float:
-    """Return what docs/sharding.md says that units take beside the model's state, at most."""
-    if not program.stage:
-        return 0.0
-    *blocks, root = (unit.numel for unit in training.model.units)
-    largest = max(blocks, default=0)
-    held = 0.0
-    if program.stage == 3 and not training.node_shared:
-        count = min(1 + training.prefetch, len(blocks))
-        if training.reshard_after_forward is False:
-            count = len(blocks)
-        held = (root + count * largest) * training.working_bytes
-    return held + (root + min(3, len(blocks)) * largest) * training.wire_bytes
+def _buffers(training: Training, cluster: Cluster) -> float:
+    """Return what a rank holds at the peak of a step beside the model's state."""
+    step = step_of(training.model, setup_of(training, cluster))
+    return max(phase.total - phase.state.total for phase in step.phases.values())

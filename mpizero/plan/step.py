@@ -8,12 +8,13 @@ activations) hold at most a unit more, or gather again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mpizero.plan.buckets import Buckets
 from mpizero.plan.flats import Flat, flats_of, state_of
 from mpizero.plan.ledger import Act, Held, Ledger, Move
+from mpizero.plan.moved import DISK, Carried, groups_bytes, streamed
 
 if TYPE_CHECKING:
     from mpizero.plan.memory import StateBytes
@@ -34,13 +35,15 @@ class Footprint:
     """Always there."""
     room: int
     """Shared memory in which the node's ranks collect gradients; always there, in host memory alone."""
+    groups: int = 0
+    """Memory through which a step over state on a disk streams; there from the first step on."""
     held: Held
     """What lives within the step."""
 
     @property
     def total(self) -> float:
         """Return the sum over kinds."""
-        return self.state.total + self.room + self.held.total
+        return self.state.total + self.room + self.groups + self.held.total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,9 @@ class Step:
     setup: Setup
     phases: dict[str, Footprint]
     """By the names of `PHASES`."""
+    outside: StateBytes
+    """What is moved to a disk, or to host memory, in all phases; whole blocks of a disk."""
+    carried: Carried
     acts: tuple[Act, ...]
     largest_unit: int
     """Bytes of the largest unit's full parameters, the root aside."""
@@ -82,11 +88,19 @@ def step_of(model: ModelShape, setup: Setup) -> Step:
     for number in range(setup.micro_batches):
         walk.forward(first=number == 0)
         walk.backward(sync=number == setup.micro_batches - 1)
-    state = state_of((flat for unit in walk.flats for flat in unit), setup)
-    room, peaks = walk.buckets.room_bytes, walk.ledger.peaks
-    phases = {phase: Footprint(state=state, room=room, held=peaks.get(phase, Held())) for phase in PHASES}
-    largest = max((sum(flat.full_bytes for flat in unit) for unit in walk.flats[:-1]), default=0)
-    return Step(setup=setup, phases=phases, acts=tuple(walk.ledger.acts), largest_unit=largest)
+    flats = [flat for unit in (walk.flats[-1], *walk.flats[:-1]) for flat in unit]
+    state, outside = state_of(flats, setup)
+    groups = groups_bytes(flats, setup.offload, released=setup.release)
+    room, peaks, acts = walk.buckets.room_bytes, walk.ledger.peaks, tuple(walk.ledger.acts)
+    gathered = sum(act.carried for act in acts if act.kind == "gather")
+    return Step(
+        setup=setup,
+        phases={p: Footprint(state=state, room=room, groups=groups, held=peaks.get(p, Held())) for p in PHASES},
+        outside=outside,
+        carried=replace(streamed(flats, setup.offload, released=setup.release), gathered=gathered),
+        acts=acts,
+        largest_unit=max((sum(flat.full_bytes for flat in unit) for unit in walk.flats[:-1]), default=0),
+    )
 
 
 class _Walk:
@@ -115,7 +129,7 @@ class _Walk:
             for unit in order:
                 self._begin(unit)
         for place, unit in enumerate(order):
-            self._need(unit, self._following(order, place))
+            self._need(order, place)
             if unit == self._root:
                 continue
             self.ledger.act("forward", unit)
@@ -136,7 +150,7 @@ class _Walk:
         for place, unit in enumerate(order):
             if self.setup.release and sync and before is not None:
                 self.buckets.start(before)
-            self._need(unit, self._following(order, place))
+            self._need(order, place)
             self.ledger.act("backward", unit)
             self._collect(unit, sync=sync)
             if unit == self._root:
@@ -159,8 +173,10 @@ class _Walk:
             self._unsynced.add(unit)
             self.ledger.add(kept=sum(flat.length * flat.master for flat in self.flats[unit] if flat.trained))
 
-    def _need(self, unit: int, after: list[int]) -> None:
-        """Have a unit's full parameters there, and at stage 3 begin to gather what follows."""
+    def _need(self, order: list[int], place: int) -> None:
+        """Have a unit's full parameters there, and at stage 3 begin to gather what follows, and to read what does."""
+        unit, ahead = order[place], place + 1 + self.setup.prefetch
+        after, later = order[place + 1 : ahead], order[ahead : ahead + 1]
         if self.setup.release and self.flats[unit]:
             early = unit in self._early
             self._early.discard(unit)
@@ -168,17 +184,25 @@ class _Walk:
             self._begin(unit)
             if early or fresh:
                 self._ahead(after)
+                self._expect(later)
         if unit in self._live:
             self.ledger.act("gathered", unit)
-
-    def _following(self, order: list[int], place: int) -> list[int]:
-        return order[place + 1 : place + 1 + self.setup.prefetch]
 
     def _ahead(self, following: list[int]) -> None:
         for unit in [unit for unit in following if self.flats[unit]][: self.setup.prefetch]:
             if len(self._early) < self.setup.prefetch and unit not in self._live:
                 self._begin(unit)
                 self._early.add(unit)
+
+    def _expect(self, units: list[int]) -> None:
+        """Have the disk begin to read these, as far as they are not gathered."""
+        for unit in units:
+            if unit not in self._live and self.setup.offload is not None and self.setup.offload.params == DISK:
+                self.ledger.act("expect", unit, (), self._carried(unit))
+
+    def _carried(self, unit: int) -> int:
+        """Return the bytes of this rank's part where a gather takes them from a disk or from host memory."""
+        return sum(flat.shard * flat.full for flat in self.flats[unit]) if self.setup.params_moved else 0
 
     def _begin(self, unit: int) -> None:
         """Begin to gather a unit: at stage 3 into memory taken for it."""
@@ -187,7 +211,7 @@ class _Walk:
         self._live.add(unit)
         moved = [flat for flat in self.flats[unit] if flat.length and (flat.trained or self.setup.release)]
         moves = tuple(Move("all_gather", flat.full_bytes, self.setup.shards) for flat in moved)
-        self.ledger.act("gather", unit, moves)
+        self.ledger.act("gather", unit, moves, self._carried(unit))
         if self.setup.release:
             self.ledger.add(gathered=sum(flat.full_bytes for flat in self.flats[unit]))
 

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 from mpizero.errors import ArgumentError, must_be
 from mpizero.plan.memory import check_stage
+from mpizero.plan.setup import Setup, Widths
 
 if TYPE_CHECKING:
     from mpizero.collectives.links import Cluster
     from mpizero.plan.model import ModelShape
+    from mpizero.plan.moved import Moved
 
-__all__ = ["CHOICES", "SERVICES", "Speeds", "Stragglers", "Training", "check_training"]
+__all__ = ["CHOICES", "SERVICES", "Speeds", "Stragglers", "Training", "check_training", "setup_of"]
 
 WIDTHS = (2, 4, 8)
 """Bytes of a parameter that there are dtypes for."""
@@ -53,6 +55,10 @@ class Training:
     """Whether the ranks of a group, all on one node, hold one copy of the full parameters together."""
     recompute: bool = False
     """Whether backward computes each unit's forward again first: activation checkpointing."""
+    on_gpu: bool = True
+    """Whether models lie in GPUs' memory; those that a node shares never do."""
+    offload: Moved | None = None
+    """What is moved out of the memory in which the model computes."""
 
     def __post_init__(self) -> None:
         """Check the numbers; raise ArgumentError."""
@@ -65,11 +71,23 @@ class Training:
             raise ArgumentError(must_be("reduce_bytes", "0, 2, 4 or 8", self.reduce_bytes))
         if not (self.tokens > 0 and math.isfinite(self.tokens)):
             raise ArgumentError(must_be("tokens", "above 0", self.tokens))
+        if self.offload is not None:
+            self.offload.check(self.stage, on_gpu=self.device, node_shared=self.node_shared)
 
     @property
     def wire_bytes(self) -> int:
         """Return the bytes of a gradient as it is reduced outside `no_sync`."""
         return self.reduce_bytes or self.working_bytes
+
+    @property
+    def kept(self) -> bool:
+        """Return whether `no_sync` keeps gradients back."""
+        return self.no_sync and self.backwards > 1
+
+    @property
+    def device(self) -> bool:
+        """Return whether gradients that wait lie in a GPU's memory."""
+        return self.on_gpu and not self.node_shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +100,8 @@ class Speeds:
     """Seconds of a backward over those of its forward."""
     update: float = 0.0
     """Seconds of the optimizer per element that the rank updates."""
+    carry: float = 0.0
+    """Seconds per byte, each way, that the disk or the link to host memory takes for one rank; see `Carriers`."""
     launch: float = 0.0
     """Seconds that each forward and each backward of a unit takes beside its operations: kernels' starts, Python."""
 
@@ -93,7 +113,7 @@ class Speeds:
         """Check the numbers; raise ArgumentError."""
         if not (self.flops > 0 and math.isfinite(self.flops)):
             raise ArgumentError(must_be("flops", "above 0", self.flops))
-        for name in ("backward", "update", "launch", "drive"):
+        for name in ("backward", "update", "carry", "launch", "drive"):
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)):
                 raise ArgumentError(must_be(name, "0 or more", value))
@@ -145,3 +165,22 @@ def check_training(training: Training, cluster: Cluster, stragglers: Stragglers)
     if missing:
         raise ArgumentError(must_be("rank of Stragglers.slow", f"0 to {cluster.size - 1}", missing[0]))
     return group
+
+
+def setup_of(training: Training, cluster: Cluster) -> Setup:
+    """Return the job of which `step_of` says what it holds; what `check_training` accepts."""
+    width = training.working_bytes
+    return Setup(
+        ranks=cluster.size,
+        per_node=cluster.nodes.count(cluster.nodes[0]),
+        stage=training.stage,
+        widths=Widths(own=max(4, width), param=width, reduce=training.reduce_bytes),
+        group=training.group,
+        on_gpu=training.device,
+        node_shared=training.node_shared,
+        reshard_after_forward=training.reshard_after_forward,
+        prefetch=training.prefetch,
+        bucket_bytes=training.bucket_bytes,
+        micro_batches=training.backwards if training.kept else 1,
+        offload=training.offload,
+    )

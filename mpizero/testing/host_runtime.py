@@ -31,7 +31,7 @@ from mpizero.collectives.order import pairwise
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["IMMEDIATE", "HostKernels", "HostRuntime", "HostRuntimeError", "stand_in"]
+__all__ = ["IMMEDIATE", "HostKernels", "HostRuntime", "HostRuntimeError", "device_on", "stand_in"]
 
 IMMEDIATE = 1
 """The handle of the stream that torch's CPU tensors are on: its work is done when the call returns."""
@@ -326,13 +326,17 @@ def _start(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
+def device_on(runtime: HostRuntime) -> Device:
+    """Return the device that a runtime plays."""
+    users, entered = (lambda _, **__: runtime.users), (lambda _, stream: _using(runtime, stream))
+    return Device(runtime, HostKernels(runtime), 0, users=users, entered=entered)
+
+
 @contextmanager
 def stand_in(runtime: HostRuntime) -> Iterator[Device]:
     """Take torch's CPU tensors for tensors on a device that `runtime` plays, inside the `with` block."""
     before = gpus().stand_in
-    device = gpus().stand_in = Device(
-        runtime, HostKernels(runtime), 0, users=lambda _, **__: runtime.users, entered=lambda _, it: _using(runtime, it)
-    )
+    device = gpus().stand_in = device_on(runtime)
     try:
         yield device
         runtime.finish()

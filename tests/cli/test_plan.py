@@ -100,7 +100,7 @@ def test_json_adds_up(capsys):
         state, peaks = row["state"], row["phases"]
         assert state["total"] == state["parameters"] + state["gradients"] + state["optimizer"]
         for phase in peaks.values():
-            held = phase["room"] + phase["gathered"] + phase["flying"] + phase["kept"]
+            held = phase["room"] + phase["groups"] + phase["gathered"] + phase["flying"] + phase["kept"]
             assert phase["total"] == state["total"] + held
         assert row["peak"] == max(phase["total"] for phase in peaks.values())
         assert row["fits"] == (row["peak"] <= 80e9)
@@ -125,10 +125,61 @@ def test_every_option_counts(capsys):
         assert answer(*words) != plain, words
     shared = ["--device", "cpu", "--per-node", "16"]
     assert answer(*shared) != answer(*shared, "--private")
+    away = [*shared, "--offload", "optimizer=disk"]
+    assert answer(*away) != answer(*shared)
+    for words in (["--disk-rate", "1GB/s"], ["--group-bytes", "64K"]):
+        assert answer(*away, *words) != answer(*away), words
+    assert answer("--offload", "optimizer=host") != plain
+    assert answer("--offload", "optimizer=host", "--host-rate", "1GB/s") != answer("--offload", "optimizer=host")
     fits = ["--memory", "90MB", "--stage", "3"]
     assert answer(*fits)[0][3]
     assert main(["plan", "--layers", "8", "--width", "512", "--ranks", "16", *fits, "--activations", "1GB"]) == 2
     capsys.readouterr()
+
+
+DISK = ["--device", "cpu", "--offload", "optimizer=disk,params=disk"]
+
+
+def test_state_on_a_disk(capsys):
+    """7e9 parameters on 8 ranks of a node, in bf16: each has 12 bytes per parameter of an eighth on the disk."""
+    words = ["--ranks", "8", *DISK]
+    rows = columns(told(capsys, *words), "GB per rank on disk")
+    assert [row[1] for row in rows] == ["nothing", "optimizer", "optimizer", "optimizer,"]
+    assert rows[0][2:] == ["-"] * 8
+    assert rows[1][2:] == ["0", "0", "10.5", "0.101", "10.5", "10.5", "42", "s", "42", "s"]  # an eighth of 2 GB/s each
+    assert rows[3][3:] == ["1.75", "0", "10.5", "0.101", "14", "12.3", "56", "s", "49", "s"]
+    memory = columns(told(capsys, *words), "GB per rank\n")
+    assert [row[1:5] for row in memory[2:]] == [["1.75", "3.5", "1.28e-07", "6.23"], ["0", "3.5", "1.28e-07", "4.48"]]
+    assert "Over a disk of 2 GB/s each way at once, for the 8 ranks of a node." in told(capsys, *words)
+
+
+def test_json_of_what_is_moved(capsys):
+    words = ["--params", "7e9", "--ranks", "8", *DISK, "--memory", "6GB", "--disk-rate", "1GB/s"]
+    found = record(capsys, *words, "--flops", "10T", "--tokens", "4K")
+    assert found["offload"] == {"optimizer": "disk", "params": "disk", "group_bytes": 32 << 20}
+    assert found["smallest_stage"] == 3
+    assert [row["offload"] is None for row in found["stages"]] == [True, False, False, False]
+    third = found["stages"][3]
+    assert third["offload"]["outside"]["total"] == pytest.approx(14 * 7e9 / 8, rel=1e-4)  # whole blocks
+    assert third["offload"]["carried"] == pytest.approx(
+        {"gathered": 3.5e9, "read": 10.5e9, "written": 12.25e9}, rel=1e-3
+    )
+    assert third["seconds"]["streaming"] == pytest.approx(8 * 12.25, rel=1e-3)
+    assert third["seconds"]["streaming"] < third["seconds"]["least_exposed"] < third["seconds"]["exposed"]
+    assert third["peak"] == third["state"]["total"] + max(
+        phase["total"] - third["state"]["total"] for phase in third["phases"].values()
+    )
+    assert main(["plan", *words[:4], "--device", "cpu", "--memory", "6GB", "--json"]) == 2
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["smallest_stage"] is plain["offload"] is None
+    assert "On 8 ranks stage 3 fits with --offload optimizer=disk,params=disk." in plain["advice"]
+
+
+def test_state_in_host_memory(capsys):
+    text = told(capsys, "--ranks", "8", "--offload", "optimizer=host", "--host-rate", "10GB/s")
+    rows = columns(text, "GB per rank in host memory")
+    assert rows[3] == ["3", "optimizer", "0", "3.5", "10.5", "0", "1.75", "3.5", "350", "ms", "175", "ms"]
+    assert "Over a link of 10 GB/s each way at once between a GPU and host memory." in text
 
 
 def test_advice_for_few_sequences(capsys):
@@ -216,6 +267,15 @@ def test_factories_that_are_none(capsys, factory, name, words, text):
         ([*SMALL[1:], "--flops", "0", "--tokens", "1"], "--flops must be operations per second above 0"),
         ([*SMALL[1:], "--beta", "fast"], "--beta must be a rate above 0"),
         ([*SMALL[1:], "--beta", "1GB/s,2GB/s,3GB/s"], "--beta must be one value, or two with a comma between"),
+        ([*SMALL[1:], "--offload", "disk"], "--offload must be optimizer=disk, optimizer=host, or the same with"),
+        ([*SMALL[1:], "--offload", "optimizer=disk,optimizer=disk"], "--offload must be optimizer=disk"),
+        ([*SMALL[1:], "--offload", "optimizer=/tmp"], "--offload must be optimizer=disk"),
+        ([*SMALL[1:], "--offload", "optimizer=disk"], "offload must be to host for a model on a GPU (got 'disk')"),
+        ([*SMALL[1:], "--offload", "optimizer=host", "--stage", "0"], "offload must be None at stage 0"),
+        ([*SMALL[1:], *DISK, "--stage", "1,2"], "offload of params must be left out below stage 3"),
+        ([*SMALL[1:], *DISK, "--accounting", "16"], "--offload must be given with --accounting mpizero"),
+        ([*SMALL[1:], "--group-bytes", "1", "--offload", "optimizer=host"], "group_bytes must be 65536 or more"),
+        ([*SMALL[1:], "--disk-rate", "2"], "--disk-rate must be a rate above 0"),
         ([*SMALL[1:], "--plot", "plan.pdf"], "--plot must be a file that ends in .png or .svg"),
     ],
 )
@@ -233,6 +293,9 @@ def test_a_picture(capsys, tmp_path):
         assert "GB per rank" in text
         assert "memory of a rank" in text
         assert ("computation" in text) == bool(words)
+    told(capsys, *DISK, "--plot", str(tmp_path / "c.svg"))
+    for words in ("on disk", "groups of state", "disk by itself"):
+        assert words in (tmp_path / "c.svg").read_text()
 
 
 def test_the_commands_of_the_documentation(capsys):

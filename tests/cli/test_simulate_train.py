@@ -49,11 +49,33 @@ def test_every_option_counts(capsys):
         ["--recompute"], ["--group", "4", "--node-shared"],
     ):  # fmt: skip
         assert record(capsys, *words)["seconds"] != plain["seconds"], words
+    for moved in (["--offload", "optimizer=host", "--host-rate"], [*DISK, "--disk-rate"]):
+        times = [record(capsys, *moved, rate)["seconds"] for rate in ("1GB/s", "100MB/s")]
+        assert plain["seconds"] < times[0] < times[1]
+    assert record(capsys, *DISK, "--group-bytes", "64K")["buffers"] < record(capsys, *DISK)["buffers"]
     kept = record(capsys, "--accumulate", "2", "--no-sync")
     assert kept["seconds"] < record(capsys, "--accumulate", "2")["seconds"]
     drawn = [record(capsys, "--straggle", "0.1", "--seed", seed)["seconds"] for seed in "112"]
     assert drawn[0] == drawn[1] != drawn[2]
     assert record(capsys, "--choice", "best")["seconds"] <= plain["seconds"] * 1.0001
+
+
+DISK = ["--device", "cpu", "--offload", "optimizer=disk,params=disk"]
+
+
+def test_the_table_of_what_is_moved(capsys):
+    text = told(capsys, *DISK)
+    for word in ("exposed communication and offload", "parameters, by unit", "disk read", "optimizer's step",
+                 "disk write", "on disk"):  # fmt: skip
+        assert word in text, word
+    found = record(capsys, *DISK)
+    assert found["compute"] + found["exposed"] + found["idle"] == pytest.approx(found["seconds"])
+    assert found["offload"]["params"] == "disk"
+    assert found["outside"]["optimizer"] == pytest.approx(12 * found["parameters"] / 8)
+    assert found["state"]["parameters"] == found["state"]["optimizer"] == 0
+    assert {(row["kind"], row["link"]) for row in found["traffic"]} >= {
+        ("read", "disk read"), ("stream", "disk read"), ("stream", "disk write")
+    }  # fmt: skip
 
 
 def test_parameters_alone_choose_a_shape(capsys):
@@ -68,6 +90,8 @@ def test_a_timeline_is_drawn(capsys, tmp_path):
         target = tmp_path / f"step.{ending}"
         told(capsys, "--plot", str(target))
         assert target.stat().st_size > 5000
+    told(capsys, *DISK, "--plot", str(tmp_path / "disk.svg"))
+    assert "disk write" in (tmp_path / "disk.svg").read_text()
     text = (tmp_path / "step.svg").read_text()
     assert text.count("<path") > 20
 
@@ -93,6 +117,11 @@ def test_a_timeline_is_drawn(capsys, tmp_path):
         (["--service", "turns"], "--service must be one of fifo, shared"),
         (["--reshard-after-forward", "maybe"], "--reshard-after-forward must be one of auto, yes, no"),
         (["--node-shared"], "node_shared must be for stages 1 to 3 and groups within one node"),
+        (["--device", "tpu"], "--device must be one of gpu, cpu"),
+        (["--offload", "optimizer"], "--offload must be optimizer=disk"),
+        (DISK[2:], "offload must be to host for a model on a GPU"),
+        ([*DISK, "--stage", "0"], "offload must be None at stage 0"),
+        ([*DISK, "--stage", "2"], "offload of params must be left out below stage 3"),
         (["--plot", "step.gif"], "--plot must be a file that ends in .png or .svg"),
         (["--plot", "nowhere/step.png"], "in a folder that exists"),
     ],

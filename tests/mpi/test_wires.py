@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mpizero
-from mpizero.arrays import Device, View, dtype_named
+from mpizero.arrays import View, dtype_named
 from mpizero.collectives.buffers import Arithmetic, Buffers, Line, Square
 from mpizero.collectives.execute import IN_FLIGHT, _together, execute
 from mpizero.collectives.machine import DeviceMachine
@@ -23,7 +23,7 @@ from mpizero.comm.waiting import drive
 from mpizero.comm.ways import Slots
 from mpizero.comm.wires import KINDS, kinds_of_pairs, make_wires
 from mpizero.errors import ArgumentError, CollectiveError, CollectiveTimeoutError, DeviceError, DeviceMemoryError
-from mpizero.testing.host_runtime import HostKernels, HostRuntime
+from mpizero.testing.host_runtime import HostRuntime, device_on
 
 pytestmark = pytest.mark.mpi
 FLOAT = dtype_named("float32")
@@ -49,7 +49,7 @@ def kinds_for(kind, comm):
 
 def device_of(comm, seed=0, **options):
     runtime = HostRuntime(100 * seed + comm.rank, **options)
-    return Device(runtime, HostKernels(runtime), 0, users=lambda _, **__: runtime.users)
+    return device_on(runtime)
 
 
 def wires_for(comm, kind, number=3, nbytes=SLOT, seed=0):

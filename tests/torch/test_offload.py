@@ -1,5 +1,6 @@
 """State and parameters on a disk: the bits of a run in memory, each byte moved once, errors on all ranks."""
 
+import dataclasses
 import os
 import resource
 
@@ -81,6 +82,41 @@ def test_a_step_moves_each_byte_once(world, tmp_path):
     with torch.no_grad():  # else the last unit is read again, for backward
         model(torch.ones(3, 5))
     assert file.bytes_read - before == 2 * numel
+
+
+REPORTED = [(3, "both", BF16), (3, "both", None), (3, "params", BF16), (2, "optimizer", BF16)]
+
+
+@pytest.mark.sizes(1, 2)
+def test_the_memory_report_has_a_formula(world, tmp_path):
+    """In memory and on the disk, within 2% of what is there: padding, whole blocks and counters of steps are not in it.
+
+    One of the two layers is frozen.
+    """
+    for stage, kind, precision in REPORTED:
+        layers = [torch.nn.Linear(512, 512) for _ in range(2)]
+        layers[1].requires_grad_(requires_grad=False)
+        offload = dataclasses.replace(offload_of(kind, tmp_path), group_bytes=1 << 19)
+        options = {"stage": stage, "precision": precision, "offload": offload}
+        model = mz.shard(torch.nn.Sequential(*layers), world, units={torch.nn.Linear}, **options)
+        params = [param for param in model.parameters() if param.requires_grad]
+        optimizer = mz.offloaded(torch.optim.AdamW, model, params, lr=1e-2)
+        model(torch.ones(1, 512)).float().sum().backward()
+        optimizer.step()
+        report = mz.memory_report(model, optimizer)
+        assert report.measured.total == pytest.approx(report.formula.total, rel=0.02), (stage, kind)
+        assert report.on_disk == pytest.approx(report.formula_outside.total, rel=0.02), (stage, kind)
+        assert report.groups == getattr(optimizer, "memory", 0)
+        assert bool(report.groups) == (kind != "params")
+        assert report.on_host == 0
+
+
+def test_what_a_gpus_model_has_in_host_memory_is_told_apart(world, monkeypatch):
+    model = sharded(world, stage=2, precision=BF16, node_shared=False)
+    before = mz.memory_report(model)
+    monkeypatch.setattr(mz.shard.runtime_of(model).home, "device", torch.device("cuda", 0))
+    after = mz.memory_report(model)
+    assert (after.measured.total, after.on_host) == (0, before.measured.total)
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "both"])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mpizero as mz
-from mpizero.plan import STAGES, Setup, Widths, step_of
+from mpizero.plan import STAGES, Moved, Setup, Widths, step_of
 from mpizero.shard import runtime_of
 from mpizero.shard.flat import FlatParams
 from mpizero.shard.gradients import Gradients
@@ -114,44 +114,97 @@ def step(model, optimizer, micro_batches, watch):
     optimizer.zero_grad()
 
 
-def compared(world, monkeypatch, held, case):
+GROUP = 1 << 17
+"""Bytes of a group of state from a disk: several of the tower's."""
+MOVED = {
+    "optimizer": {"optimizer": "disk"},
+    "both": {"optimizer": "disk", "params": "disk"},
+    "params": {"params": "disk"},
+}
+OFFLOADED = (
+    (3, "bf16", {"offload": "both", "bucket_bytes": 1}),
+    (3, "fp32", {"offload": "both"}),
+    (3, "bf16, norms fp32", {"offload": "optimizer", "node_shared": False, "prefetch": 2}),
+    (3, "bf16", {"offload": "params", "micro_batches": 2}),
+    (2, "bf16", {"offload": "optimizer"}),
+    (1, "fp32", {"offload": "optimizer", "node_shared": False}),
+)
+
+
+def on_disk(kind, folder):
+    """What `shard` and `plan` are told of a kind of offload; state that is not on the disk is in host memory."""
+    places = {name: folder if name in MOVED[kind] else default for name, default in DEFAULTS.items()}
+    return mz.Offload(**places, group_bytes=GROUP), Moved(**MOVED[kind], group_bytes=GROUP)
+
+
+DEFAULTS = {"optimizer": "cpu", "params": None}
+
+
+def mapped_bytes(model, optimizer):
+    """The storages that are mapped files."""
+    regions = [flat.source.region for flat in runtime_of(model).flats if flat.source.region is not None]
+    regions += [region for found in getattr(optimizer, "_regions", {}).values() for region, _ in found.values()]
+    return sum(region.nbytes for region in regions)
+
+
+def carried_bytes(model):
+    """What was read from the disk and written to it so far."""
+    files = runtime_of(model).spill.files if runtime_of(model).spill is not None else []
+    return np.array([sum(file.bytes_read for file in files), sum(file.bytes_written for file in files)])
+
+
+def compared(world, monkeypatch, held, case, folder=None):
     """Yield (what, measured, planned) of a case: between steps by kind, and at the peaks of forward and backward."""
     stage, precision, options = case
     chosen, widths = PRECISIONS[precision]
     micro_batches = options.get("micro_batches", 1)
     options = {key: value for key, value in options.items() if key != "group" or (world.size % 2 == 0 < stage)}
+    offload, moved = on_disk(options["offload"], folder) if "offload" in options else (None, None)
+    options["offload"] = moved
     setup = Setup(ranks=world.size, per_node=world.node.size, stage=stage, widths=widths, on_gpu=False, **options)
     planned = step_of(shape_of(Tower(), units={Layer}, precision=chosen), setup)
     passed = {key: value for key, value in options.items() if key != "micro_batches"}
+    passed["offload"] = offload
     if "group" in options:
         passed["group"] = world.split(world.rank // 2)
     before = held()
     model = mz.shard(Tower(), world, stage=stage, units={Layer}, precision=chosen, **passed)
-    optimizer, watch = torch.optim.AdamW(model.parameters()), Watch(held)
+    make = torch.optim.AdamW if offload is None else mz.offloaded
+    optimizer = make(
+        *([] if offload is None else [torch.optim.AdamW]), model.parameters() if offload is None else model
+    )
+    watch = Watch(held)
     step(model, optimizer, micro_batches, watch)  # learns the order of gathers
     gc.collect()
     watch.most.clear()
+    carried = carried_bytes(model)
     with watch.patched(monkeypatch):
         step(model, optimizer, micro_batches, watch)
+    carried = carried_bytes(model) - carried
     gc.collect()
     watch.enter("between steps")
     report, rest = mz.memory_report(model, optimizer), planned.phases["between steps"]
     for kind in ("parameters", "gradients", "optimizer"):
         yield kind, getattr(report.measured, kind), getattr(rest.state, kind)
     yield "room", report.room, rest.room
+    if moved is not None:
+        yield "disk", report.on_disk, planned.outside.total
+        yield "groups", report.groups, rest.groups
+        yield "read", carried[0], planned.carried.gathered + planned.carried.read
+        yield "written", carried[1], planned.carried.written
     # A window counts whole on each rank that maps it, and is charged in equal parts.
     windows = [
         (flat.full.untyped_storage().nbytes(), flat.comm.size) for flat in runtime_of(model).flats if flat.window
     ]
-    others = sum(nbytes - nbytes / ranks for nbytes, ranks in windows)
+    others = sum(nbytes - nbytes / ranks for nbytes, ranks in windows) + mapped_bytes(model, optimizer) - report.groups
     for phase, most in watch.most.items():
         yield phase, most - before - others, planned.phases[phase].total
 
 
-def check(world, monkeypatch, cases):
+def check(world, monkeypatch, cases, folder=None):
     with live_bytes() as held:
         for case in cases:
-            rows = list(compared(world, monkeypatch, held, case))
+            rows = list(compared(world, monkeypatch, held, case, folder))
             gc.collect()
             mine = np.array([measured for _, measured, _ in rows], np.float64)
             most = mz.all_gather(mine, world).reshape(world.size, -1).max(axis=0).tolist()  # of shards, one has padding
@@ -169,6 +222,12 @@ def test_planned_bytes_are_the_measured_ones(world, monkeypatch, stage):
     options = [OPTIONS[0], *(others[(2 * stage + place) % len(others)] for place in (0, 1))]
     precisions = [USUAL[(stage + place) % len(USUAL)] for place in range(len(USUAL))]
     check(world, monkeypatch, [(stage, *pair) for pair in zip(precisions, options, strict=True)])
+
+
+@pytest.mark.sizes(1, 2)
+def test_planned_bytes_of_state_on_a_disk(world, monkeypatch, tmp_path):
+    """In memory, on the disk, and read and written in a step."""
+    check(world, monkeypatch, OFFLOADED, tmp_path)
 
 
 @pytest.mark.slow

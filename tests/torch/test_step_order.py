@@ -8,7 +8,8 @@ from torch import nn
 import mpizero as mz
 from mpizero.collectives.links import Cluster, Link, place
 from mpizero.plan import ModelShape, UnitShape
-from mpizero.plan.program import POST, program_of
+from mpizero.plan.instructions import POST
+from mpizero.plan.program import program_of
 from mpizero.plan.training import Speeds, Training
 from mpizero.testing.order import recorded
 

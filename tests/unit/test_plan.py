@@ -225,7 +225,8 @@ def test_advice_says_what_is_needed():
         return " ".join(advice(model, steps, Limits(memory=memory, activations=activations, batch=batch)))
 
     assert said(80e9) == said() == ""
-    assert said(12e9) == "Stage 3 fits from 16 ranks on (found by doubling)."
+    offload = "On 8 ranks stage 3 fits with --offload optimizer=host."
+    assert said(12e9) == f"Stage 3 fits from 16 ranks on (found by doubling). {offload}"
     assert enough_ranks(model, Setup(ranks=8, widths=BF16), Limits(memory=12e9)) == 16
     assert step_of(model, Setup(ranks=16, widths=BF16)).peak < 12e9 < step_of(model, Setup(ranks=8, widths=BF16)).peak
     assert "leave --stage and --group out" in said(80e9, stages=(0,))

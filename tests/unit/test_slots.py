@@ -5,12 +5,11 @@ import ctypes
 import numpy as np
 import pytest
 
-from mpizero.arrays import Device
 from mpizero.comm.slots import Copies, Expected, Promised, Transfer, after, parts_of
 from mpizero.comm.ways import Direct, Slots, Staged, Tools, tag
 from mpizero.comm.wires import DEVICE_CHANNELS, agreed
 from mpizero.errors import ArgumentError, CollectiveError
-from mpizero.testing.host_runtime import HostKernels, HostRuntime
+from mpizero.testing.host_runtime import HostRuntime, device_on
 
 
 class Mail:
@@ -41,7 +40,7 @@ def mail():
 @pytest.fixture
 def device():
     runtime = HostRuntime(1, restless=0.0)
-    return Device(runtime, HostKernels(runtime), 0, users=lambda _, **__: runtime.users)
+    return device_on(runtime)
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ from mpizero.collectives.links import Cluster, Link, place
 from mpizero.errors import ArgumentError
 from mpizero.plan import ModelShape, UnitShape, transformer
 from mpizero.plan.events import Actor, follow
+from mpizero.plan.instructions import GROUP, POST, REPLICAS, Job, Program
 from mpizero.plan.prices import LOCAL, REMOTE, Price, Prices, group_of, replicas_of
-from mpizero.plan.program import GROUP, POST, REPLICAS, Job, Program, program_of
+from mpizero.plan.program import program_of
 from mpizero.plan.simulation import simulate_step
 from mpizero.plan.training import Speeds, Stragglers, Training
 
