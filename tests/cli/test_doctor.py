@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.pages import Left
 
 from mpizero.bench.timing import bus_bandwidth
 from mpizero.cli.doctor import node_shared
@@ -20,6 +21,7 @@ from mpizero.comm.gpus import Gpu
 from mpizero.comm.launch import vendor_of_library
 
 ROOT = Path(__file__).parents[2]
+PAGES = Left("tests/cli/test_doctor.py")
 DOCTOR = ["-m", "mpizero", "doctor"]
 
 
@@ -51,9 +53,10 @@ def test_alone_shows_facts_and_how_to_get_the_table():
 
 
 def test_in_a_job_one_rank_prints_the_table():
-    done = run("-m", "mpizero.cli.mzrun", "-n", "3", "--timeout", "250", *DOCTOR)
+    _, *ranks, program, command = PAGES.command("mpirun -n 2 mpizero doctor")
+    done = run("-m", "mpizero.cli.mzrun", *ranks, "--timeout", "250", "-m", program, command)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("mpizero doctor: 3 ranks on 1 host") == 1
+    assert done.stdout.count("mpizero doctor: 2 ranks on 1 host") == 1
     assert done.stdout.count("GB/s are") == 1
     assert re.search(r"node-shared parameters +yes, at stages 1 to 3; [\d,]+ MiB of free /dev/shm", done.stdout)
     for size in ("4 B", "64 KiB", "1 MiB", "16 MiB"):

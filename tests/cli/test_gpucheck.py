@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.pages import Left
 
 from mpizero.bench.gpu_bars import BARS
 from mpizero.bench.gpu_parts import Part, parts_of, run_part
 from mpizero.comm.gpus import find_gpus
 
 ROOT = Path(__file__).parents[2]
+PAGES = Left("tests/cli/test_gpucheck.py")
 SCRIPT = str(ROOT / "bin" / "gpucheck")
 LIMIT = 240
 
@@ -27,7 +29,9 @@ def gpucheck(*args, python=sys.executable, limit=LIMIT, **variables):
 def test_everything_on_the_stand_in(tmp_path):
     pytest.importorskip("torch")
     path = tmp_path / "found.json"
-    done = gpucheck("--stand-in", "--json", str(path))
+    program, *words = PAGES.command("bin/gpucheck")
+    assert SCRIPT.endswith(program)
+    done = gpucheck(*words, "--json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(path.read_text())
     assert (found["schema_version"], found["stand_in"], found["machine"]["gpus"]) == (1, True, [])

@@ -9,12 +9,14 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from helpers.pages import Left
 
 from mpizero.bench.results import read_results
 from mpizero.collectives import OPERATIONS
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce")
+PAGES = Left("tests/cli/test_perf.py")
 LIMIT = 120
 SMALL = ["-n", "3", "-w", "1"]
 
@@ -97,8 +99,8 @@ def test_device_buffers_over_each_wire(tmp_path):
     """On a GPU that the host plays, with wires side by side in one run, and what there is not left out."""
     pytest.importorskip("torch")
     path = tmp_path / "r.json"
-    words = "-D stand-in --wire all --algorithm auto,native --versus mpi4py --buffer private,symmetric -b 64 -e 64K"
-    done = perf(2, "reduce_scatter", *words.split(), "-f", "1024", *SMALL, "--json", str(path))
+    _, _, ranks, program, *words = PAGES.command("mpirun -n 2 bin/all_reduce_perf")
+    done = job(int(ranks), ROOT / program, *words, "--buffer", "private,symmetric", *SMALL, "--json", str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     ways = ["auto@loads", "auto@loads", "auto@staged", "auto@staged", "native@staged", "native@staged", "mpi4py@copies"]
     assert [row[4] for row in table(done)] == ways * 2

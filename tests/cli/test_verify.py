@@ -9,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.pages import Left
 
 from mpizero.cli import main
 from mpizero.cli.compare import BOUNDS, Results, compare, read
 from mpizero.cli.verify import PRECISIONS
 
 ROOT = Path(__file__).parents[2]
+PAGES = Left("tests/cli/test_verify.py")
 LIMIT = 280
 
 
@@ -38,7 +40,7 @@ def verify_with(tmp_path):
 
 
 def test_stages_are_equal_and_close_to_one_process():
-    done = verify("--ranks", "1,2", "--stages", "0,3", "--steps", "3", "--json")
+    done = verify(*PAGES.command("mpizero verify")[2:], "--stages", "0,3", "--steps", "3", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert (found["schema_version"], found["passed"], found["failures"]) == (1, True, [])

@@ -126,13 +126,13 @@ def shown_by(program, path):
     out, code = io.StringIO(), 0
     with redirect_stdout(out), redirect_stderr(io.StringIO()):
         try:
-            code = main([*path, "--help"]) if program == "mpizero" else _run(program, [*path, "--help"])
+            code = main([*path, "--help"]) if program == "mpizero" else run_here(program, [*path, "--help"])
         except SystemExit as ended:
             code = ended.code
     return None if code else out.getvalue()
 
 
-def _run(program, words):
+def run_here(program, words):
     """Run a script of the checkout in this process, as its own command; return its exit code."""
     before = list(sys.argv), list(sys.path), sys.dont_write_bytecode
     sys.argv[:] = [str(ROOT / program), *words]
