@@ -179,7 +179,7 @@ class Buckets:
         moved = self._setup.offload
         if moved is None or moved.optimizer != HOST:
             return 0
-        return sum(one.flat.shard * one.flat.master for one in taken)
+        return sum(one.flat.shard * (one.flat.master if self._setup.hybrid else one.width) for one in taken)
 
     def finish(self) -> None:
         """Reduce what is held and wait for all."""

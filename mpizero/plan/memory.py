@@ -79,7 +79,8 @@ def split_state(
     """Return the bytes of model state in the memory in which a rank computes, and those that are moved out of it.
 
     A master copy apart from the full parameters counts as optimizer state. What is updated in host memory has a master
-    copy there in any case, and room for the gradients; on a disk, fp32 parameters that stay in memory are their own.
+    copy there in any case, and the gradients, and memory to copy from; on a disk, fp32 parameters that stay in memory
+    are their own.
 
     Args:
         part: what the rank has.
@@ -94,7 +95,7 @@ def split_state(
     own, copy = part.shard * part.master, part.shard * part.working
     whole, whole_copy = (-(-nbytes // block) * block if block > 1 else nbytes for nbytes in (own, copy))
     if part.trained:
-        near["gradients"] += own
+        near["gradients"] += 0 if on_host else own
         far["gradients"] += own * on_host
         near["optimizer"] += 0 if optimizer else moments * part.state * part.master
         far["optimizer"] += moments * whole * optimizer
@@ -103,9 +104,10 @@ def split_state(
         near[kind] += 0 if optimizer else own
         far[kind] += whole * optimizer
         near["parameters"] += copy * (optimizer and not params and part.released)
-        far["parameters"] += whole_copy * params
+        far["parameters"] += whole_copy * (params or on_host)
     elif on_host:
         far["optimizer"] += whole
+        far["parameters"] += whole
         near["parameters"] += own * (part.released and not params)
     elif part.released:
         near["parameters"] += 0 if params else own

@@ -2,9 +2,9 @@
 
 [Note: what is carried] With `disk`, the optimizer's step reads all state and writes it back, group by group, and at
 stage 3 each gather of moved parameters reads this rank's part, in forward and again in backward; it follows
-`mpizero.optim.streaming` and `mpizero.shard.offload`. With `host`, each gradient shard goes to host memory once it is
-reduced, in the precision in which it accumulates, and the updated shard comes back in compute precision: after the
-step, or, of parameters that live there, at each gather.
+`mpizero.optim.streaming` and `mpizero.shard.source`. With `host`, each gradient shard goes to host memory once it is
+reduced, in the precision in which it was sent, and the updated shard comes back in compute precision: after the step,
+or, of parameters that live there, at each gather; it follows `mpizero.shard.transfers`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Carriers:
 
 
 def streamed(flats: Iterable[Flat], moved: Moved | None, *, released: bool) -> Carried:
-    """Return what a step carries once, the last blocks of a disk whole; gathers come on top.
+    """Return what a step carries once, the last blocks of a disk whole; gathers and reductions come on top.
 
     Args:
         flats: this rank's buffers.
@@ -129,7 +129,6 @@ def streamed(flats: Iterable[Flat], moved: Moved | None, *, released: bool) -> C
             continue
         if moved.place == HOST:
             read += 0 if moved.params else flat.shard * flat.full
-            written += flat.shard * flat.master
         else:
             to_read, to_write = _widths(flat, moved, released=released)
             read += sum(size(flat.shard * width) for width in to_read)

@@ -85,8 +85,6 @@ class _Writer:
         self.held: list[_Unit] = []
         self.reducing: list[int] = []
         self.first = True
-        self.last = True
-        """Whether this is the last backward of the step, whose gradients are updated with."""
         self.meeting = -1
 
     def _unit(self, unit: UnitShape) -> _Unit:
@@ -97,7 +95,7 @@ class _Writer:
         for number in range(self.training.backwards):
             last = number == self.training.backwards - 1
             self._forward(fresh=number == 0)
-            self._backward(sync=last or not self.training.no_sync, last=last)
+            self._backward(sync=last or not self.training.no_sync)
         self._update()
         return self.program
 
@@ -159,8 +157,7 @@ class _Writer:
             return self.program.post(self._carry(f"load {unit.name}", INWARD, self._part(unit)), gather)
         return self.program.post(gather)
 
-    def _backward(self, *, sync: bool, last: bool) -> None:
-        self.last = last
+    def _backward(self, *, sync: bool) -> None:
         order = [unit for unit in (self.root, *reversed(self.blocks)) if not self.kept[unit]] if self.released else []
         self._ahead(order, 0, self.training.prefetch)
         if not self.alone and (sync or self.released):
@@ -234,9 +231,9 @@ class _Writer:
 
     def _stores(self, label: str, length: int) -> list[Job]:
         """Return the job of sending reduced gradients to host memory, where they are to go there."""
-        if self.optimizer != HOST or not self.last:
+        if self.optimizer != HOST:
             return []
-        nbytes = length / (self.group if self.cut else 1) * max(4, self.training.working_bytes)
+        nbytes = length / (self.group if self.cut else 1) * self._sent()
         return [self._carry(f"store {label}", OUTWARD, nbytes)]
 
     def _sent(self) -> int:

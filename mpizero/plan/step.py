@@ -92,12 +92,13 @@ def step_of(model: ModelShape, setup: Setup) -> Step:
     state, outside = state_of(flats, setup)
     groups = groups_bytes(flats, setup.offload, released=setup.release)
     room, peaks, acts = walk.buckets.room_bytes, walk.ledger.peaks, tuple(walk.ledger.acts)
-    gathered = sum(act.carried for act in acts if act.kind == "gather")
+    gathered, reduced = (sum(act.carried for act in acts if act.kind == kind) for kind in ("gather", "reduce"))
+    once = streamed(flats, setup.offload, released=setup.release)
     return Step(
         setup=setup,
         phases={p: Footprint(state=state, room=room, groups=groups, held=peaks.get(p, Held())) for p in PHASES},
         outside=outside,
-        carried=replace(streamed(flats, setup.offload, released=setup.release), gathered=gathered),
+        carried=replace(once, gathered=gathered, written=once.written + reduced),
         acts=acts,
         largest_unit=max((sum(flat.full_bytes for flat in unit) for unit in walk.flats[:-1]), default=0),
     )

@@ -178,7 +178,7 @@ def test_json_of_what_is_moved(capsys):
 def test_state_in_host_memory(capsys):
     text = told(capsys, "--ranks", "8", "--offload", "optimizer=host", "--host-rate", "10GB/s")
     rows = columns(text, "GB per rank in host memory")
-    assert rows[3] == ["3", "optimizer", "0", "3.5", "10.5", "0", "1.75", "3.5", "350", "ms", "175", "ms"]
+    assert rows[3] == ["3", "optimizer", "1.75", "3.5", "10.5", "0", "1.75", "1.75", "175", "ms", "175", "ms"]
     assert "Over a link of 10 GB/s each way at once between a GPU and host memory." in text
 
 

@@ -42,9 +42,9 @@ BYTES_PER_PARAMETER = [
     ("bf16", ALL, (0, 4, 0), (2, 0, 12)),
     ("fp32", ALL, (0, 4, 0), (4, 0, 8)),
     ("bf16", {"params": DISK}, (0, 4, 12), (2, 0, 0)),
-    ("bf16", {"optimizer": HOST}, (2, 4, 0), (0, 4, 12)),
-    ("fp32", {"optimizer": HOST}, (4, 4, 0), (0, 4, 12)),
-    ("bf16", {"optimizer": HOST, "params": HOST}, (0, 4, 0), (2, 4, 12)),
+    ("bf16", {"optimizer": HOST}, (2, 0, 0), (2, 4, 12)),
+    ("fp32", {"optimizer": HOST}, (4, 0, 0), (4, 4, 12)),
+    ("bf16", {"optimizer": HOST, "params": HOST}, (0, 0, 0), (2, 4, 12)),
 ]
 
 
@@ -100,8 +100,8 @@ def test_three_groups_are_in_memory():
         ("bf16", ALL, (4, 12, 14)),
         ("fp32", ALL, (8, 12, 12)),
         ("bf16", {"params": DISK}, (4, 0, 2)),
-        ("bf16", {"optimizer": HOST}, (0, 2, 4)),
-        ("bf16", {"optimizer": HOST, "params": HOST}, (4, 0, 4)),
+        ("bf16", {"optimizer": HOST}, (0, 2, 2)),
+        ("bf16", {"optimizer": HOST, "params": HOST}, (4, 0, 2)),
     ],
 )
 def test_bytes_that_a_step_carries(precision, moved, carried):
@@ -147,7 +147,7 @@ def test_parameters_are_read_one_unit_ahead():
 def test_gradients_go_to_the_host_beside_backward():
     job = setup({"optimizer": HOST}, stage=2, bucket_bytes=1)
     step = step_of(MODEL, job)
-    each, back = 4 * UNIT / 4 * 1e-6, 2 * MODEL.numel / 4 * 1e-6
+    each, back = 2 * UNIT / 4 * 1e-6, 2 * MODEL.numel / 4 * 1e-6
     slow = times_of(step, network(job), (10 * each,) * 5, per_byte=1e-6)
     assert slow.streaming == pytest.approx(back)
     assert slow.exposed == pytest.approx(each + back)  # the last gradients, and all that comes back
@@ -256,10 +256,12 @@ def test_simulated_and_planned_waits_agree(ranks, carry, moved):
     assert ways["out"] == carried.written
 
 
-def test_gradients_go_to_the_host_once_in_a_step():
-    plain, summed = (simulated({"optimizer": HOST}, backwards=backwards) for backwards in (1, 2))
-    found = [sum(one.sent for one in step.traffic if one.link == "to host") for step in (plain, summed)]
-    assert found[0] == found[1] == 4 * MODEL.numel / 2
+def test_gradients_go_to_the_host_after_each_reduction():
+    """As they were sent: 2 bytes each, or 4 where `no_sync` has kept sums in fp32."""
+    cases = ({}, {"backwards": 2}, {"backwards": 2, "no_sync": True})
+    steps = [simulated({"optimizer": HOST}, **case) for case in cases]
+    found = [sum(one.sent for one in step.traffic if one.link == "to host") for step in steps]
+    assert found == [width * MODEL.numel / 2 for width in (2, 4, 4)]
 
 
 LINKS = {"in": ("disk read", "from host"), "out": ("disk write", "to host")}
