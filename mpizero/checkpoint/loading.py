@@ -21,13 +21,14 @@ from mpizero.checkpoint.reader import Reader
 from mpizero.checkpoint.state import State
 from mpizero.checkpoint.values import decode
 from mpizero.errors import MpiZeroError
-from mpizero.shard.ranges import communicator_of, meet, set_held
+from mpizero.shard.ranges import communicator_of, loan_of, meet, set_held
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from mpizero.checkpoint.match import Fitting
     from mpizero.checkpoint.spaces import Stored
+    from mpizero.shard.offload import OnLoan
 
 __all__ = ["load"]
 
@@ -75,7 +76,8 @@ def load(
             files, wrong shapes, and missing and unexpected names; model and optimizer are as before.
         ArgumentError, ArgumentTypeError, ShardError: as of `save`.
 
-    Collective: four all-gathers of a few dozen bytes per rank. Needs memory for what this rank reads, beside the model.
+    Collective: four all-gathers of a few dozen bytes per rank. Needs memory for what this rank reads, beside the model;
+    for a model with state on a disk, room there instead, until the first step.
     """
     comm = communicator_of(model)
     finish(comm)
@@ -95,7 +97,7 @@ def load(
     raise_together(comm, error)
     loaded = _Loaded()
     try:
-        loaded = _read(folder, state, comm, generators=generators)
+        loaded = _read(folder, state, comm, generators=generators, memory=loan_of(model))
     except (MpiZeroError, OSError) as caught:
         error = caught if isinstance(caught, MpiZeroError) else str(caught)
     raise_together(comm, error)
@@ -107,7 +109,7 @@ def load(
     return loaded.extra
 
 
-def _read(folder: Path, state: State, comm: Any, *, generators: bool) -> _Loaded:
+def _read(folder: Path, state: State, comm: Any, *, generators: bool, memory: OnLoan | None) -> _Loaded:
     """Check that a checkpoint fits and read what this rank holds. Raises CheckpointError."""
     manifest = read_manifest(folder)
     names = Names(manifest)
@@ -115,7 +117,7 @@ def _read(folder: Path, state: State, comm: Any, *, generators: bool) -> _Loaded
     loaded = _Loaded()
     spans = [(one.start, one.start + one.shard.numel()) for one in state.held]
     spans += [(0, tensor.numel()) for _, tensor in state.whole]
-    with Reader(folder, manifest) as reader:
+    with Reader(folder, manifest, memory) as reader:
         found = [reader.ask(stored, *span) for stored, span in zip(fit.stored, spans, strict=True)]
         loaded.held, loaded.whole = found[: len(state.held)], found[len(state.held) :]
         twins = [(place, stored, reader.ask(stored, *spans[place])) for place, stored in fit.twins]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -30,12 +30,24 @@ MOST_OPEN = 64
 GENERATORS = re.compile(r"generators\[0:(\d+)\]")
 
 
+class Memory(Protocol):
+    """Give out memory that is somewhere else than torch's."""
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return so many elements."""
+        ...
+
+    def settle(self) -> None:
+        """Be told that much has been written."""
+        ...
+
+
 class Reader:
     """Collect what is wanted, then read each file once."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        """Read from the checkpoint in `folder`; opens nothing yet."""
-        self.folder, self.manifest = folder, manifest
+    def __init__(self, folder: Path, manifest: Manifest, memory: Memory | None = None) -> None:
+        """Read from the checkpoint in `folder`, into torch's memory or this; opens nothing yet."""
+        self.folder, self.manifest, self._memory = folder, manifest, memory
         self._wants: dict[int, list[Want]] = {}
         self._open: dict[int, ShardFile] = {}
 
@@ -70,7 +82,8 @@ class Reader:
             shape: of the result; None gives a row.
         """
         item = ITEMSIZE[stored.dtype]
-        found = torch.empty(stop - start, dtype=dtype_named(stored.dtype))
+        numel, dtype = stop - start, dtype_named(stored.dtype)
+        found = torch.empty(numel, dtype=dtype) if self._memory is None else self._memory.take(numel, dtype)
         row = bytes_of(found)
         for piece in stored.pieces(self.manifest.spaces, start, stop):
             low, high = max(piece.start, start), min(piece.stop, stop)
@@ -88,6 +101,8 @@ class Reader:
         """Read all that was asked for since. Raises CheckpointError."""
         for number, wants in sorted(self._wants.items()):
             self.file(number).read(wants)
+            if self._memory is not None:
+                self._memory.settle()
         self._wants.clear()
 
     def generators(self, number: int) -> np.ndarray[Any, Any] | None:

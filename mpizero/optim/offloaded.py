@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mpizero.arrays.trim import give_back
 from mpizero.errors import ArgumentError, ArgumentTypeError, DiskError, MpiZeroError, must_be
 from mpizero.optim.early import Early
 from mpizero.optim.streaming import Array, Bit, Group, Part, Stream, groups_of
@@ -139,6 +140,8 @@ class Offloaded(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         failure: MpiZeroError | str = ""
+        if self._spill.files:
+            give_back()  # what forward and backward have used, ahead of the groups
         try:
             if self._early is not None:
                 self._early.settle()
@@ -157,6 +160,12 @@ class Offloaded(torch.optim.Optimizer):
         if self._early is not None:
             self._early.forget()
         super().zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over states and options, which go to where they belong in the next step."""
+        if self._early is not None:
+            self._early.forget()
+        super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def _pass_over(self, flats: list[Any]) -> None:

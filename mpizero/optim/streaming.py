@@ -28,6 +28,8 @@ __all__ = ["CUT", "Array", "Bit", "Group", "Part", "Stream", "groups_of"]
 CUT = BLOCK // 2
 """Elements: a whole block of 2-byte values, two of 4-byte ones."""
 MEMORIES = 3
+IN_FLIGHT = 2
+"""Reads, and writes, that are under way at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,9 @@ class Part:
 
 Group = list[Part]
 """What is read, updated and written at a time."""
+
+Moves = list[Future[None]]
+"""Reads or writes of one group's slots."""
 
 
 def groups_of(flats: Iterable[Any], most: int) -> list[Group]:
@@ -127,8 +132,8 @@ class Stream:
         self._now: dict[int, dict[str, Array]] = {}
         """What this pass goes over: a buffer may get more meanwhile."""
         self._memories: list[memoryview] = []
-        self._readers = ThreadPoolExecutor(1, "mpizero disk read")
-        self._writers = ThreadPoolExecutor(1, "mpizero disk write")
+        self._readers = ThreadPoolExecutor(IN_FLIGHT, "mpizero disk read")
+        self._writers = ThreadPoolExecutor(IN_FLIGHT, "mpizero disk write")
 
     def run(self, groups: Sequence[Group], update: Callable[[Group], None]) -> None:
         """Read, update and write all groups, in their order.
@@ -142,18 +147,17 @@ class Stream:
         """
         self._now = {id(part.flat): self._find(part.flat) for group in groups for part in group}
         self._take_memory(groups)
-        written: list[Future[None] | None] = [None] * MEMORIES
-        reading: Future[None] | None = None
+        written: list[Moves] = [[] for _ in range(MEMORIES)]
+        reading: Moves = []
         try:
             reading = self._begin(groups, 0, written)
             for number, group in enumerate(groups):
                 now, reading = reading, self._begin(groups, number + 1, written)
-                if now is not None:
-                    now.result()
+                _await(now)
                 update(group)
-                written[number % MEMORIES] = self._writers.submit(self._write, group)
+                written[number % MEMORIES] = self._write(group)
         finally:
-            failures = [done.exception() for done in (reading, *written) if done is not None]
+            failures = [done.exception() for moves in (reading, *written) for done in moves]
         for failure in failures:
             if failure is not None:
                 raise failure
@@ -177,34 +181,44 @@ class Stream:
     def _arrays(self, flat: Any) -> dict[str, Array]:
         return self._now[id(flat)]
 
-    def _begin(self, groups: Sequence[Group], number: int, written: list[Future[None] | None]) -> Future[None] | None:
+    def _begin(self, groups: Sequence[Group], number: int, written: list[Moves]) -> Moves:
+        """Give the parts of a group their slots, and begin to fill them, once the memory's last group is written."""
         if number >= len(groups):
-            return None
-        turn = number % MEMORIES
-        return self._readers.submit(self._read, groups[number], self._memories[turn], written[turn])
-
-    def _read(self, group: Group, memory: memoryview, before: Future[None] | None) -> None:
-        """Give the parts their slots and fill them, once the memory's last group is written."""
-        if before is not None:
-            before.result()
-        at = 0
-        for part in group:
+            return []
+        memory, before, at, moves = self._memories[number % MEMORIES], written[number % MEMORIES], 0, []
+        for part in groups[number]:
             for name, array in self._arrays(part.flat).items():
                 nbytes = _blocks(part.stop - part.start, array)
                 slot = memory[at : at + nbytes]
                 at += nbytes
-                if not array.written_only:
-                    array.region.read(slot, part.start * array.dtype.itemsize)
+                start = part.start * array.dtype.itemsize
+                moves.append(self._readers.submit(_fill, before, array, slot, start))
                 part.memory[name] = slot
                 part.slots[name] = torch.frombuffer(slot, dtype=array.dtype, count=part.stop - part.start)
+        return moves
 
-    def _write(self, group: Group) -> None:
+    def _write(self, group: Group) -> Moves:
+        """Begin to write the slots of a group, which lets them go."""
+        moves = []
         for part in group:
-            arrays = self._arrays(part.flat)
             for name, slot in part.memory.items():
-                arrays[name].region.write(slot, part.start * arrays[name].dtype.itemsize)
+                array = self._arrays(part.flat)[name]
+                moves.append(self._writers.submit(array.region.write, slot, part.start * array.dtype.itemsize))
             part.slots.clear()
             part.memory.clear()
+        return moves
+
+
+def _fill(before: Moves, array: Array, slot: memoryview, start: int) -> None:
+    _await(before)
+    if not array.written_only:
+        array.region.read(slot, start)
+
+
+def _await(moves: Moves) -> None:
+    """Wait for reads or writes; raise what the first that failed has raised."""
+    for move in moves:
+        move.result()
 
 
 def _blocks(numel: int, array: Array) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mpizero.arrays import device_of
 from mpizero.arrays.disk import BLOCK, Region, Scratch
+from mpizero.arrays.trim import give_back
 from mpizero.errors import ArgumentError, ArgumentTypeError, DeviceMemoryError, DiskError, MpiZeroError, must_be
 from mpizero.shard.agree import raise_together
 from mpizero.shard.source import Source, write
@@ -21,7 +22,7 @@ from mpizero.shard.transfers import Transfers
 if TYPE_CHECKING:
     from mpizero.shard.policy import Lifetime
 
-__all__ = ["Offload", "Spill", "check_spill", "checked_offload", "make_spill"]
+__all__ = ["Offload", "OnLoan", "Spill", "check_spill", "checked_offload", "make_spill"]
 
 CPU = "cpu"
 FIELDS = ("optimizer", "params")
@@ -121,6 +122,8 @@ class Spill:
             lifetime: of the full parameters.
             full: this rank's slice of those, where they always live.
         """
+        if self.files:
+            give_back()  # of the buffer before
         try:
             return self._source(master, dtype, None if lifetime.release_parameters else full)
         except MpiZeroError as error:  # told when all ranks have come to the end of this
@@ -170,6 +173,32 @@ class Spill:
         return any(file.holds(tensor.untyped_storage().data_ptr()) for file in self.files)
 
 
+class OnLoan:
+    """Give out memory on the disk of an offloaded model, for tensors that are there for a while."""
+
+    def __init__(self, spill: Spill) -> None:
+        """Make a file beside the model's own, which is gone with the last of the tensors.
+
+        Raises:
+            DiskError: if it cannot be made.
+        """
+        self._scratch = Scratch(spill.files[0].folder)
+        self._regions: list[Region] = []
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return so many elements; raise DiskError where the disk has no room."""
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        region = self._scratch.grow(numel * dtype.itemsize)
+        self._regions.append(region)
+        return torch.from_numpy(region.array()).view(dtype)
+
+    def settle(self) -> None:
+        """Take what has been touched out of this process's memory."""
+        for region in self._regions:
+            region.settle()
+
+
 def checked_offload(offload: Any, stage: int, *, node_shared: Any) -> Offload | None:
     """Return it; raise ArgumentTypeError if it is something else, ArgumentError where it does not go with the rest."""
     if offload is None:
@@ -211,4 +240,6 @@ def make_spill(offload: Offload | None, comm: Any, device: torch.device) -> Spil
 def check_spill(spill: Spill | None, comm: Any) -> None:
     """Raise on every rank what moving the model has failed with on some. Collective where something was moved."""
     if spill is not None:
+        if spill.files:
+            give_back()
         raise_together(comm, spill.failure, DiskError if spill.files else DeviceMemoryError)

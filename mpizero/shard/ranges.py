@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpizero.errors import ShardError
+from mpizero.shard.offload import OnLoan
 from mpizero.shard.runtime import runtime_of
 
 if TYPE_CHECKING:
@@ -16,7 +17,18 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor, nn
 
-__all__ = ["Cut", "Held", "communicator_of", "cuts_of", "held_by", "is_exact", "meet", "set_held", "whole_parameters"]
+__all__ = [
+    "Cut",
+    "Held",
+    "communicator_of",
+    "cuts_of",
+    "held_by",
+    "is_exact",
+    "loan_of",
+    "meet",
+    "set_held",
+    "whole_parameters",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +102,16 @@ def whole_parameters(model: nn.Module) -> tuple[tuple[str, nn.Parameter], ...]:
 def communicator_of(model: nn.Module) -> Any:
     """Return the communicator of all ranks of a sharded model, for mpizero's own use."""
     return runtime_of(model).comm
+
+
+def loan_of(model: nn.Module) -> OnLoan | None:
+    """Return memory on a disk for what a load reads of a model that has state there; None for others.
+
+    Raises:
+        DiskError: if there can be none.
+    """
+    spill = runtime_of(model).spill
+    return OnLoan(spill) if spill is not None and spill.files else None
 
 
 def is_exact(model: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -136,9 +137,23 @@ def test_checkpoints_go_from_and_to_a_disk(world, tmp_path, tmp_path_factory, ki
     back = sharded(world, offload_of(kind, tmp_path), stage=3, precision=BF16, node_shared=False)
     again = mz.offloaded(torch.optim.AdamW, back, lr=1e-2)
     mz.load(f"{folder}/b", back, again)
+    on_disk = [value for entry in again.state.values() for value in entry.values() if value.numel() > 1]
+    assert on_disk
+    assert all(is_mapped_file(value) for value in on_disk)
     for model, its in ((back, again), (near, theirs)):
         train(model, its, world, 2, seed=2)
     assert_equal_whole(near, back)
+
+
+def is_mapped_file(value):
+    """Return whether a tensor's memory is that of a file without a name."""
+    address = value.data_ptr()
+    with Path("/proc/self/maps").open() as lines:
+        for line in lines:
+            start, stop = (int(word, 16) for word in line.split()[0].split("-"))
+            if start <= address < stop:
+                return line.rstrip().endswith("(deleted)")
+    return False
 
 
 def assert_equal_whole(model, other):
