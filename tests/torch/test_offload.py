@@ -48,6 +48,21 @@ def test_the_bits_of_a_run_in_memory(world, tmp_path, case):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
+@pytest.mark.sizes(2, 3)
+@pytest.mark.parametrize("clip", AXES["clip"])
+@pytest.mark.parametrize("precision", AXES["precision"], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case", [(1, "optimizer"), (2, "optimizer"), *((3, kind) for kind in AXES["kind"])])
+def test_the_bits_after_twenty_steps(world, tmp_path, case, precision, clip):
+    stage, kind = case
+    plain = sharded(world, stage=stage, precision=precision)
+    ours = sharded(world, offload_of(kind, tmp_path), stage=stage, precision=precision)
+    optimizers = [built(plain, "AdamW fused", offloaded=False), built(ours, "AdamW fused", offloaded=True)]
+    for model, optimizer in zip((plain, ours), optimizers, strict=True):
+        train(model, optimizer, world, 20, clip=clip)
+    assert_equal(plain, optimizers[0], ours, optimizers[1])
+
+
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_every_elementwise_optimizer_of_torch(world, tmp_path, name):
     cls = getattr(torch.optim, name)

@@ -62,6 +62,22 @@ def test_the_bits_of_a_run_in_device_memory(played, tmp_path, case):
     assert_equal(plain, optimizers[0], ours, optimizers[1])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("clip", AXES["clip"])
+@pytest.mark.parametrize("precision", AXES["precision"], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "case", [(stage, where) for stage in AXES["stage"] for where in AXES["places"] if stage == 3 or where[1] is None]
+)
+def test_the_bits_after_twenty_steps(played, tmp_path, case, precision, clip):
+    (_, comm), (stage, where) = played, case
+    offload = places(tmp_path, *where, group_bytes=SMALL)
+    plain, ours = (sharded(comm, one, stage=stage, precision=precision) for one in (None, offload))
+    optimizers = [built(plain, "AdamW fused", offloaded=False), built(ours, "AdamW fused", offloaded=True)]
+    for model, optimizer in zip((plain, ours), optimizers, strict=True):
+        train(model, optimizer, comm, 20, clip=clip)
+    assert_equal(plain, optimizers[0], ours, optimizers[1])
+
+
 @pytest.mark.parametrize(("stage", "precision"), [(3, BF16), (2, None)], ids=["3-bf16", "2-fp32"])
 @pytest.mark.parametrize("kept", [True, False])
 def test_several_backwards_of_a_step(played, stage, precision, kept):
