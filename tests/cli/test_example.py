@@ -28,7 +28,7 @@ def test_the_example_is_short():
     assert EXAMPLE.read_text().count("# <- sharded") == 2
 
 
-@pytest.mark.parametrize("options", [["--stage", "3"], ["--stage", "1", "--precision", "bf16"]])
+@pytest.mark.parametrize("options", [["--stage", "3"], ["--stage", "1", "--precision", "bf16", "--batch", "1"]])
 def test_the_example_trains_and_reports(text, options):
     done = run(ROOT / "bin" / "mzrun", "-n", 2, EXAMPLE, "--steps", 12, "--batch", 2, "--data", text, *options)
 

@@ -12,7 +12,7 @@ from mpizero.comm import Communicator
 from mpizero.errors import ArgumentError, ArgumentTypeError, ShardError
 from mpizero.shard import runtime_of
 
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:stage 3 with one unit")]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 2, 3), pytest.mark.filterwarnings("ignore:stage 3 with one unit")]
 
 each_stage = pytest.mark.parametrize("stage", STAGES)
 NORM_TYPES = (1, 2, 3, 0.5, math.inf, "inf")

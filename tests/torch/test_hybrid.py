@@ -9,7 +9,7 @@ import mpizero as mz
 from mpizero.errors import ArgumentError, ArgumentTypeError
 from mpizero.shard import runtime_of
 
-pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 3, 4), pytest.mark.filterwarnings("ignore:stage 3 with one unit")]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(2, 4), pytest.mark.filterwarnings("ignore:stage 3 with one unit")]
 
 
 @pytest.fixture(scope="module")

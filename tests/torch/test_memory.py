@@ -44,7 +44,7 @@ def step(model, optimizer, x):
     optimizer.zero_grad(set_to_none=False)
 
 
-@pytest.mark.sizes(1, 2, 3, 4, 5, 7, 8)
+@pytest.mark.sizes(1, 2, 3, 5)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_state_between_steps_is_the_formulas(world, held, stage, precision):
@@ -107,7 +107,7 @@ def test_peak_of_a_step_at_stage_3(world, held, precision):
         assert peak >= at_rest + 1.9 * unit  # the instrument sees gathered units at all
 
 
-@pytest.mark.sizes(1, 2, 3, 4, 5, 7, 8)
+@pytest.mark.sizes(1, 2, 3, 5)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_node_holds_one_copy_of_the_parameters(world, held, stage, precision):

@@ -10,7 +10,7 @@ from torch import nn
 import mpizero as mz
 from mpizero.errors import ArgumentError, ArgumentTypeError, CollectiveTimeoutError, ShardError
 
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("ignore:stage 3 with one unit")]
+pytestmark = [pytest.mark.mpi, pytest.mark.sizes(1, 3), pytest.mark.filterwarnings("ignore:stage 3 with one unit")]
 
 each_stage = pytest.mark.parametrize("stage", STAGES)
 

@@ -22,7 +22,7 @@ from mpizero.testing.covering import covering, one_at_a_time, whole_product
 from mpizero.testing.parity import differing, differing_across_ranks
 
 pytestmark = [
-    pytest.mark.sizes(2, 3, 4),
+    pytest.mark.sizes(2, 3),
     pytest.mark.mpi,
     # torch's compiler looks at `.grad` of every tensor, and hides the warning only where it is no error.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
