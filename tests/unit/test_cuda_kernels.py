@@ -22,6 +22,7 @@ from mpizero.errors import ArgumentError, ArgumentTypeError
 HALVES = ("bfloat16", "float16")
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 slow = pytest.mark.slow
+*OLDER, NEWEST = ARCHITECTURES
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
 
@@ -344,9 +345,7 @@ def test_the_text_includes_no_headers_and_is_installed():
 
 
 @needs_nvcc
-@pytest.mark.parametrize(
-    "architecture", [*(pytest.param(it, marks=slow) for it in ARCHITECTURES[:-1]), ARCHITECTURES[-1]]
-)
+@pytest.mark.parametrize("architecture", [*(pytest.param(one, marks=slow) for one in OLDER), NEWEST])
 def test_nvcc_compiles_the_text(tmp_path, architecture):
     cubin = nvcc(tmp_path, text_of(families(), DEVICE), "-cubin", f"-arch={architecture}")
     assert all(name_of(*one).encode() in cubin for one in families())
