@@ -23,6 +23,8 @@ __all__ = ["Row", "record_of", "text_of"]
 
 SCHEMA = 1
 WIDE = 100
+LEAST = 5e-5
+"""The least of a unit that a table shows as more than nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ def _memory_of_mpizero(question: Question, rows: Sequence[Row]) -> str:
     for row in rows:
         phases = (row.step.phases[phase].total for phase in ("between steps", "forward", "backward"))
         values = [row.state.parameters, row.state.gradients, row.state.optimizer, *phases, *row.accounts.values()]
-        table.append([str(row.stage), *(f"{value / scale:.3g}" for value in values)])
+        table.append([str(row.stage), *(_figure(value / scale) for value in values)])
     return _memory(question, rows, head, table, unit) + (
         "\n\nWhat mpizero holds, padding and buffers included, activations not. Last columns: between steps by\n"
         "16 bytes per parameter (bf16 gradients), and 20 (an fp32 accumulator beside them)."
@@ -86,7 +88,7 @@ def _memory_by_account(question: Question, rows: Sequence[Row]) -> str:
     table = []
     for row in rows:
         values = [row.state.parameters, row.state.gradients, row.state.optimizer, row.state.total, row.unit_buffers]
-        table.append([str(row.stage), *(f"{value / scale:.3g}" for value in values)])
+        table.append([str(row.stage), *(_figure(value / scale) for value in values)])
     head = ["stage", "parameters", "gradients", "optimizer", "between steps", "two unit buffers"]
     return _memory(question, rows, head, table, unit) + (
         f"\n\nBy {account.parameters} + {account.gradients} + {account.optimizer} bytes per parameter, "
@@ -119,7 +121,7 @@ def _outside(question: Question, rows: Sequence[Row]) -> list[str]:
         values = [getattr(row.step.outside, kind) for kind in kinds]
         values += [row.step.phases["step"].groups, *_ways(row)]
         times = [_show_time(seconds) for seconds in (row.times.carrying, row.times.streaming)]
-        numbers = [*(f"{value / scale:.3g}" for value in values), *times] if names else ["-"] * (len(values) + 2)
+        numbers = [*(_figure(value / scale) for value in values), *times] if names else ["-"] * (len(values) + 2)
         table.append([str(row.stage), ", ".join(names) or "nothing", *numbers])
     text = (
         f"{unit} per rank {WHERE[moved.place]}\n{aligned([head, *table], right=range(2, len(head)))}\n\n"
@@ -158,6 +160,11 @@ def _costs(question: Question, rows: Sequence[Row]) -> str:
 def _show_time(seconds: float) -> str:
     """Return a time with three digits."""
     return show_seconds(float(f"{seconds:.3g}"))
+
+
+def _figure(value: float) -> str:
+    """Return three figures; 0 for what is nothing beside the other numbers of a table, as counters of steps."""
+    return f"{value:.3g}" if value >= LEAST else "0"
 
 
 def record_of(question: Question, rows: Sequence[Row], stage: int | None, said: Sequence[str]) -> dict[str, object]:
