@@ -38,7 +38,7 @@ class Progress:
         """Start the clocks."""
         self.start = time.perf_counter()
         self.before = mz.stats(self.model).copy()
-        self._disk = self._moved()
+        self._moved_before = self._moved()
         if self.live:
             self._open_bar()
         return self
@@ -65,8 +65,8 @@ class Progress:
         waiting = mz.stats(self.model).since(self.before).wait_seconds / elapsed
         held = mz.memory_report(self.model, self.optimizer).measured.total
         facts = f"loss {mean:.3f}  {self.tokens / elapsed:,.0f} tokens/s  waiting {waiting:.0%}  {mib(held)}/rank"
-        if (moved := self._moved() - self._disk) > 0:
-            facts += f"  disk {mib(moved / self.done)}/step"
+        for where, moved in self._moved_per_step().items():
+            facts += f"  {where} {mib(moved)}/step"
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done, facts=facts)
         else:
@@ -82,12 +82,15 @@ class Progress:
         if self.comm.rank == 0 and self.done:
             print("\n".join(["", *self._summary(first, last)]), flush=True)
 
-    def _moved(self) -> int:
-        """Return the bytes that this rank has read from disks and written to them."""
+    def _moved(self) -> dict[str, int]:
+        """Return the bytes that this rank has moved: from disks and to them, and between a GPU and the host."""
         from mpizero.shard import runtime_of  # as in `_summary`
 
         spill = runtime_of(self.model).spill
-        return 0 if spill is None else spill.moved
+        return {} if spill is None else {"disk": spill.moved, "host": spill.copied}
+
+    def _moved_per_step(self) -> dict[str, float]:
+        return {where: (n - self._moved_before[where]) / self.done for where, n in self._moved().items() if n}
 
     def _interval(self) -> int:
         """Return every how many steps the ranks meet to average the loss: the same on all of them."""
@@ -132,8 +135,13 @@ class Progress:
             )
         if report.on_disk:
             lines.append(
-                f"    {mib(report.on_disk)} more are on disk; {mib((self._moved() - self._disk) / self.done)} of "
+                f"    {mib(report.on_disk)} more are on disk; {mib(self._moved_per_step()['disk'])} of "
                 "them were read or written per step"
+            )
+        if report.on_host:
+            lines.append(
+                f"    {mib(report.on_host)} more are in host memory; {mib(self._moved_per_step()['host'])} were copied "
+                "between it and the GPU per step"
             )
         if report.room:
             lines.append(f"    {mib(report.room)} more are room for gradients that wait for their reduction")

@@ -55,9 +55,8 @@ def offloaded(
     Returns:
         An optimizer as any, with the bits of one in memory by the same implementation (`foreach`, `fused`): schedulers,
         `clip_grad_norm_`, `save` and `load` take it. With state in memory and updates after backward it is one of
-        `cls`. On a disk, a step reads
-        and writes every byte of state of parameters that have a gradient once, in groups of `Offload.group_bytes`,
-        three of which are in memory; state is made in the first step.
+        `cls`. On a disk, a step reads and writes every byte of state of parameters that have a gradient once, in groups
+        of `Offload.group_bytes`, three of which are in memory; state is made in the first step.
 
     Raises:
         ArgumentError: for a model without `offload`, a class that is not element-wise, or a model whose gradients or

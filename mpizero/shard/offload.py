@@ -168,6 +168,11 @@ class Spill:
         """Return the bytes that were read and written so far."""
         return sum(file.bytes_read + file.bytes_written for file in self.files)
 
+    @property
+    def copied(self) -> int:
+        """Return the bytes that went between the model's device and host memory so far."""
+        return 0 if self.transfers is None else self.transfers.bytes_down + self.transfers.bytes_up
+
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor's memory is a mapped part of a file; of one without elements, its storage."""
         return any(file.holds(tensor.untyped_storage().data_ptr()) for file in self.files)

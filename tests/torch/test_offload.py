@@ -12,6 +12,7 @@ from helpers.small import BF16
 
 import mpizero as mz
 from mpizero.arrays.disk import BLOCK
+from mpizero.bench.progress import Progress, mib
 from mpizero.errors import ArgumentError, ArgumentTypeError, DiskError
 from mpizero.shard.optimizers import ELEMENTWISE
 from mpizero.testing.covering import covering
@@ -211,6 +212,23 @@ def test_a_change_by_hand_ahead_of_a_step_is_seen_after_it(world, tmp_path, kind
             param.zero_()
         optimizer.step()
         assert not torch.equal(model(x), before)
+
+
+@pytest.mark.sizes(1)
+def test_what_a_job_shows(world, tmp_path, capsys):
+    model = sharded(world, offload_of("both", tmp_path), stage=3)
+    optimizer = mz.offloaded(torch.optim.AdamW, model, lr=1e-2)
+    with Progress(model, optimizer, steps=2) as progress:
+        for _ in range(2):
+            loss = model(torch.ones(3, 5)).sum()
+            loss.backward()
+            optimizer.step()
+            progress.step(loss, tokens=3)
+    progress.summary(2.0, 1.0)
+    said = capsys.readouterr().out
+    spill = mz.shard.runtime_of(model).spill
+    assert f"  disk {mib(spill.moved / 2)}/step\n" in said
+    assert f"{mib(spill.nbytes)} more are on disk; {mib(spill.moved / 2)} of them were read or written per step" in said
 
 
 def test_a_closure(world, tmp_path):
