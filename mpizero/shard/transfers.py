@@ -77,9 +77,10 @@ class Transfers:
         key = values.numel(), values.dtype
         spare = self._spare.setdefault(key, [])
         copy = spare.pop() if spare else self.take(*key)
-        for stream in self._device.users_streams():
-            self._down.wait(stream.record())
-        event = self._copy(copy, values, self._down)
+        with self._device.current():  # events are of the device that is current
+            for stream in self._device.users_streams():
+                self._down.wait(stream.record())
+            event = self._copy(copy, values, self._down)
         self.bytes_down += _nbytes(values)
 
         def land() -> None:
@@ -98,10 +99,11 @@ class Transfers:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Do what is inside in the order of the copies up, behind what the caller's streams were given so far."""
-        for stream in self._device.users_streams():
-            self._up.wait(stream.record())
-        with self._device.entered(self._up):
-            yield
+        with self._device.current():
+            for stream in self._device.users_streams():
+                self._up.wait(stream.record())
+            with self._device.entered(self._up):
+                yield
 
     def bring_up(self, values: Tensor, into: Tensor) -> Event:
         """Copy a contiguous tensor to the device, inside `aside`.
@@ -122,9 +124,10 @@ class Transfers:
 
     def follow(self) -> None:
         """Have the caller's streams go on behind all that was brought up."""
-        event = self._up.record()
-        for stream in self._device.users_streams():
-            stream.wait(event)
+        with self._device.current():
+            event = self._up.record()
+            for stream in self._device.users_streams():
+                stream.wait(event)
 
     def _copy(self, into: Tensor, values: Tensor, stream: Stream) -> Event:
         if values.numel():
