@@ -80,7 +80,7 @@ flux)
     *"Open MPI"* | *OpenRTE* | *"Spectrum MPI"* | *PRRTE*)
         line+=(-n "$ranks" --map-by "ppr:$per_node:node" --bind-to none)
         # Open MPI hands on its own variables alone.
-        for name in $(compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|LD_PRELOAD|(MPIZERO|OMP|UCX|FI|CUDA)_.*|PYTHON.*)$'); do
+        for name in $(compgen -e | grep -E '^(PATH|LD_LIBRARY_PATH|LD_PRELOAD|TMPDIR|SLURM_TMPDIR|(MPIZERO|OMP|UCX|FI|CUDA)_.*|PYTHON.*)$'); do
             line+=(-x "$name")
         done
         ;;

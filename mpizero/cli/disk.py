@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ def disk_report(path: str) -> int:
     try:
         if comm is not None:
             comm.mpi.Barrier()
-        found = measure_disk(Path(path))
+        found = measure_disk(Path(os.path.expandvars(path)))  # each rank's own: a job's folder is not the login node's
     except MpiZeroError as error:
         found = str(error)
     host = socket.gethostname() if comm is None else comm.hosts[comm.rank]
@@ -60,13 +61,16 @@ def disk_text(path: str, rows: list[tuple[str, DiskSpeed | str]]) -> str:
         slowest = min(speed.both for speed in speeds)
         rates = [sum(getattr(speed, name) for speed in speeds) for name in ("read", "write", "both")]
         step = MILLION * max(READ, WRITTEN) / slowest
-        lines.append((host, ranges(ranks), *(f"{rate / 1e9:.2f} GB/s" for rate in rates), f"{step:.1f} s"))
+        lines.append(
+            (host, f"{len(ranks)} ({ranges(ranks)})", *(f"{rate / 1e9:.2f} GB/s" for rate in rates), f"{step:.1f} s")
+        )
     if any(not isinstance(each, str) and each.in_memory for _, each in rows):
         failures.append(f"{path} is memory (tmpfs), not a disk: what is moved there still takes memory")
     buffered = any(not isinstance(each, str) and not each.unbuffered for _, each in rows)
     note = (
-        "\nRanks are numbers of ranks, rates those of all ranks of a host together. The last column is the least time\n"
-        f"of Adam in bf16, state and parameters on this disk: {READ} bytes read and {WRITTEN} written per parameter."
+        "\nRates are those of all ranks of a host together; mpizero plan --disk-rate takes the third. Last the least\n"
+        f"time of Adam in bf16, state and parameters on this disk: {READ} bytes read and {WRITTEN} written per\n"
+        "parameter, where each rank has its part of that rate."
     )
     if buffered:
         note += "\nThe file system knows no unbuffered reads and writes: the page cache may flatter these figures."

@@ -37,10 +37,11 @@ def offload_of(options: argparse.Namespace) -> Moved | None:
         return None
     found: dict[str, str] = {}
     for word in options.offload.split(","):
-        name, _, place = word.partition("=")
+        name, _, place = word.strip().partition("=")
         if name not in FIELDS or name in found or place not in WHERE:
             rule = "optimizer=disk, optimizer=host, or the same with ,params=disk or ,params=host behind it"
-            raise ArgumentError(must_be("--offload", rule, options.offload))
+            remedy = 'the "cpu" of mpizero.Offload is host here, and a folder disk'
+            raise ArgumentError(must_be("--offload", rule, options.offload, remedy))
         found[name] = place
     return Moved(**found, group_bytes=group)
 

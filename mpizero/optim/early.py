@@ -23,22 +23,29 @@ __all__ = ["Early"]
 class Early:
     """Update one model's flat buffers one after the other in a thread; see [Note: early updates]."""
 
-    def __init__(self, runtime: Any, update: Callable[[Any], None]) -> None:
+    def __init__(self, runtime: Any, update: Callable[[Any], None], options: Callable[[], Any]) -> None:
         """Ask to be told of gradients.
 
         Args:
             runtime: of the model.
             update: steps over a flat buffer.
+            options: returns what an update goes by, as learning rates, in a form that can be compared.
 
         Raises:
             ArgumentError: where gradients or parameters are still needed after they were reduced.
         """
         if runtime.exact is not None:
-            raise ArgumentError(must_be("during_backward", "False for a model with exact=True", "True"))
+            rule, remedy = "False for a model with exact=True", "a step's micro-batches are summed up at its end"
+            raise ArgumentError(must_be("during_backward", rule, "True", remedy))
+        if runtime.backward.watch is not None:
+            remedy = "what it finds would be in the parameters already"
+            raise ArgumentError(must_be("during_backward", "False with watch_nonfinite", "True", remedy))
         if runtime.lifetime.shared:
             rule, remedy = "False where ranks of a node share parameters", "pass node_shared=False to mpizero.shard"
             raise ArgumentError(must_be("during_backward", rule, "True", remedy))
-        self._update = update
+        self._update, self._options = update, options
+        self._seen: Any = None
+        """The options that the first update of the step has gone by."""
         self._thread = ThreadPoolExecutor(1, "mpizero update")
         self._begun: dict[int, tuple[Any, Future[None], list[int]]] = {}
         runtime.updates = self
@@ -53,6 +60,8 @@ class Early:
                 "optimizer without"
             )
         if whole:
+            if not self._begun:
+                self._seen = self._options()
             flat.gradients.attach([True] * len(flat.shards))
             self._begun[id(flat)] = flat, self._thread.submit(self._update, flat), _versions(flat)
 
@@ -62,7 +71,7 @@ class Early:
             raise ShardError(
                 "forward must come after the optimizer's step with during_backward=True (got one between backward and "
                 "step): a unit is updated as soon as its gradients are there; wrap the other backwards of a step in "
-                "mpizero.no_sync, and call zero_grad after a step that is given up"
+                "mpizero.no_sync; after a backward without step, call zero_grad, which does not take its update back"
             )
 
     def is_done(self, flat: Any) -> bool:
@@ -74,7 +83,7 @@ class Early:
 
         Raises:
             MpiZeroError: that one of them has failed with.
-            ShardError: if gradients were changed after it.
+            ShardError: if gradients, or options, were changed after it.
         """
         failures = [failure for _, update, _ in self._begun.values() if (failure := update.exception()) is not None]
         if failures:
@@ -84,6 +93,11 @@ class Early:
             raise ShardError(
                 "gradients must be left alone between backward and step with during_backward=True (got changes of "
                 f"{', '.join(changed)}): the update has used them already"
+            )
+        if self._begun and self._options() != self._seen:
+            raise ShardError(
+                "options of parameter groups, as lr, must be left alone between backward and step with "
+                "during_backward=True (got other ones): the update has used them already; set them ahead of backward"
             )
 
     def forget(self) -> None:

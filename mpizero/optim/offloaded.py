@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -48,8 +49,9 @@ def offloaded(
         params: its parameters, or groups of them as torch takes them; None for all.
         during_backward: whether each unit is updated as soon as its gradients are reduced, beside the rest of backward,
             and `step` does what is left. Then there is one backward per step outside `no_sync`, gradients cannot be
-            clipped or unscaled, options that are changed between backward and step come too late, and ranks of a node
-            share no parameters (`node_shared=False`). After a backward that raised go back to a checkpoint.
+            clipped, unscaled or watched for NaN, groups' options have to be set ahead of backward, and ranks of a node
+            share no parameters (`node_shared=False`). What backward has updated is not taken back, by `zero_grad`
+            neither: after one that raised go back to a checkpoint.
         options: as of `cls`.
 
     Returns:
@@ -64,7 +66,9 @@ def offloaded(
     """
     runtime = runtime_of(model)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise ArgumentTypeError(must_be("cls", "a class of optimizers, as torch.optim.AdamW", cls))
+        remedy = "the class itself, with its options behind the model"
+        got = f"one of {type(cls).__name__}" if isinstance(cls, torch.optim.Optimizer) else cls
+        raise ArgumentTypeError(must_be("cls", "a class of optimizers, as torch.optim.AdamW", got, remedy))
     if runtime.spill is None:
         remedy = "or build the optimizer as ever"
         raise ArgumentError(must_be("model", "sharded with offload=mpizero.Offload(...)", "one without", remedy))
@@ -106,7 +110,9 @@ class Offloaded(torch.optim.Optimizer):
         self._stream = Stream(self._arrays)
         self._cut: dict[tuple[int, ...], tuple[list[tuple[int, str]], list[Group]]] = {}
         """By buffers, the groups that they are cut into, and for which states."""
-        self._early = Early(runtime, lambda flat: self._pass_over([flat])) if during_backward else None
+        self._early: Early | None = None
+        if during_backward:
+            self._early = Early(runtime, lambda flat: self._pass_over([flat]), self._options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the model's parameters; raise ArgumentError for others."""
@@ -147,7 +153,10 @@ class Offloaded(torch.optim.Optimizer):
             self._pass_over([flat for flat in self._flats() if self._early is None or not self._early.is_done(flat)])
         except MpiZeroError as error:
             failure = error
-        raise_together(self._runtime.comm, failure, DiskError)
+        # An ordinary meeting of the ranks first, by which one that calls something else is named.
+        failed = self._runtime.check_together("offloaded step", np.array([bool(failure)], np.uint8))
+        if failed is None or failed[:, 1].any():
+            raise_together(self._runtime.comm, failure, DiskError)
         for flat in self._flats():
             flat.source.streamed()
         if self._early is not None:
@@ -180,6 +189,9 @@ class Offloaded(torch.optim.Optimizer):
         for number, entry in fresh.items():
             flat, index = self._place[number]
             self.state[flat.shards[index]].update(entry)
+
+    def _options(self) -> list[str]:
+        return [repr({key: group[key] for key in group if key != "params"}) for group in self.param_groups]
 
     def _flats(self) -> list[Any]:
         return [flat for flat in self._runtime.flats if flat.trainable]

@@ -78,9 +78,12 @@ class Moved:
             rule = "left out below stage 3, where full parameters always live"
             raise ArgumentError(must_be("offload of params", rule, self.params))
         if on_gpu != (self.place == HOST):
-            where = "a model on a GPU" if on_gpu else "a model that lies in host memory"
-            rule = f"to {HOST if on_gpu else DISK} for {where}"
-            raise ArgumentError(must_be("offload", rule, self.place, f"or plan for {'a CPU' if on_gpu else 'a GPU'}"))
+            rule = f"to {HOST} for a model on a GPU: its way to a disk is not modelled yet"
+            remedy = "take optimizer=host, or a model in host memory (--device cpu)"
+            if not on_gpu:
+                rule = f"to {DISK} for a model that lies in host memory"
+                remedy = "take optimizer=disk, or a model on a GPU (--device gpu)"
+            raise ArgumentError(must_be("offload", rule, self.place, remedy))
         if self.params and node_shared:
             raise ArgumentError(must_be("node_shared", "False or None where parameters are moved", node_shared))
 

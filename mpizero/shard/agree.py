@@ -45,7 +45,7 @@ __all__ = [
 
 EVENTS = (
     *("forward", "backward", "end of backward", "unsharded", "full_parameters", "clip_grad_norm_", "full_parameter"),
-    *("save", "load", "watch_nonfinite", "check_replicas"),
+    *("save", "load", "watch_nonfinite", "check_replicas", "offloaded step"),
 )
 
 

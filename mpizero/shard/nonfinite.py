@@ -70,6 +70,7 @@ def watch_nonfinite(
     runtime = runtime_of(model)
     if action not in ACTIONS:
         raise ArgumentError(must_be("action", f"one of {', '.join(ACTIONS)}", action))
+    runtime.check_changeable("watch_nonfinite")
     if runtime.backward.watch is not None:
         raise ArgumentError(must_be("model of watch_nonfinite", "not watched yet", "one that is", "remove() the first"))
     if runtime.comm.size > 1:

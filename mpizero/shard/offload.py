@@ -39,8 +39,9 @@ class Offload:
 
     optimizer: Place = CPU
     """Where the optimizer's state is, with the master values that it updates if those are not what is computed with:
-    "cpu" for host memory, or a folder on a disk of this host. The optimizer has to come from `mpizero.offloaded`. Of a
-    model on a GPU the shards, their gradients and all that the optimizer does move to the host."""
+    "cpu" for host memory, where those of a model in host memory are anyway, or a folder on a disk of this host, with
+    which the optimizer has to come from `mpizero.offloaded`. Of a model on a GPU the shards, their gradients and all
+    that the optimizer does move to the host."""
     params: Place = None
     """Where this rank's part of the parameters is between its uses, at stage 3: None with the model, "cpu" in host
     memory, or a folder. With a folder the node's ranks share no full parameters."""
@@ -56,6 +57,9 @@ class Offload:
             if not isinstance(value, (str, os.PathLike, type(None))):
                 rule = 'None, "cpu" or the path of a folder'
                 raise ArgumentTypeError(must_be(f"Offload.{name}", rule, value))
+            if value in {"disk", "host", "gpu", "cuda"}:
+                rule = '"cpu" for host memory, or the path of a folder on a disk'
+                raise ArgumentError(must_be(f"Offload.{name}", rule, value, 'write "./" before the name of a folder'))
         if not isinstance(self.pin, bool):
             raise ArgumentTypeError(must_be("Offload.pin", "True or False", self.pin))
         least = 16 * BLOCK
@@ -81,7 +85,7 @@ class Offload:
             raise ArgumentError(must_be("offload", "None at stage 0, where nothing is cut", self, remedy))
         if self.params is not None and stage != 3:
             rule = "None below stage 3, where full parameters always live"
-            raise ArgumentError(must_be("Offload.params", rule, str(self.params)))
+            raise ArgumentError(must_be("Offload.params", rule, str(self.params), "take stage 3"))
         if self.folder("params") is not None and node_shared:
             rule = "None or False with parameters on disk"
             raise ArgumentError(must_be("node_shared", rule, node_shared))

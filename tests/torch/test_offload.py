@@ -13,7 +13,7 @@ from helpers.small import BF16
 import mpizero as mz
 from mpizero.arrays.disk import BLOCK
 from mpizero.bench.progress import Progress, mib
-from mpizero.errors import ArgumentError, ArgumentTypeError, DiskError
+from mpizero.errors import ArgumentError, ArgumentTypeError, DiskError, ShardError
 from mpizero.shard.optimizers import ELEMENTWISE
 from mpizero.testing.covering import covering
 
@@ -293,7 +293,25 @@ def test_a_file_that_is_truncated(world, tmp_path):
         optimizer.step()
 
 
+def test_a_step_that_only_some_ranks_take(world, tmp_path):
+    comm = mz.Communicator(world.mpi)
+    model = sharded(comm, mz.Offload(optimizer=tmp_path), stage=2)
+    optimizer = mz.offloaded(torch.optim.AdamW, model, lr=1e-2)
+    model(torch.ones(3, 5)).sum().backward()
+    with pytest.raises(
+        ShardError, match=r"all ranks must make the same call .*rank 0: clip_grad_norm_.*offloaded step"
+    ):
+        optimizer.step() if comm.rank else mz.grad_norm(model)
+    comm.close()
+
+
 def test_wrong_choices(world, tmp_path):
+    with pytest.raises(
+        ArgumentError, match=r'Offload.optimizer must be "cpu" for host memory, or the path of a folder'
+    ):
+        mz.Offload(optimizer="disk")
+    with pytest.raises(ArgumentTypeError, match=r"cls must be a class .*\(got 'one of SGD'\): the class itself"):
+        mz.offloaded(torch.optim.SGD(torch.nn.Linear(1, 1).parameters()), sharded(world, mz.Offload(), stage=2))
     with pytest.raises(ArgumentTypeError, match=r"offload must be an mpizero.Offload or None"):
         sharded(world, "disk")
     with pytest.raises(ArgumentError, match="offload must be None at stage 0"):

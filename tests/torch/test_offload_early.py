@@ -87,6 +87,23 @@ def test_changes_of_gradients(early):
         optimizer.step()
 
 
+def test_options_that_change_too_late(early):
+    _, optimizer, _ = early
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(ShardError, match=r"options of parameter groups, as lr, must be left alone between backward"):
+        optimizer.step()
+
+
+def test_a_watch_of_gradients(early, world, tmp_path):
+    model, _, _ = early
+    with pytest.raises(ShardError, match="watch_nonfinite must come before the update"):
+        mz.watch_nonfinite(model)
+    watched = sharded(world, offload_of("disk", tmp_path), stage=3, node_shared=False)
+    mz.watch_nonfinite(watched)
+    with pytest.raises(ArgumentError, match="during_backward must be False with watch_nonfinite"):
+        mz.offloaded(torch.optim.SGD, watched, lr=0.1, during_backward=True)
+
+
 def test_where_parameters_or_gradients_are_still_needed(world, tmp_path):
     if world.size > 1:
         shared = sharded(world, mz.Offload(), stage=2)
