@@ -47,6 +47,8 @@ _NO_TIMING = 2
 """cudaEventDisableTiming."""
 _PORTABLE = 1
 """cudaHostAllocPortable and cudaHostRegisterPortable: page-locked for all devices."""
+_BLOCKING_SYNC = 1
+"""cudaEventBlockingSync: who waits sleeps, and leaves its core to others."""
 _SUCCESS, _OUT_OF_MEMORY, _NOT_READY = 0, 2, 600
 
 
@@ -55,10 +57,10 @@ class Event:
 
     __slots__ = ("__weakref__", "_finished", "_runtime", "handle")
 
-    def __init__(self, runtime: Runtime, stream: int) -> None:
-        """Record an event on `stream`."""
+    def __init__(self, runtime: Runtime, stream: int, *, sleeping: bool = False) -> None:
+        """Record an event on `stream`; whoever synchronizes with it waits by `sleeping`, or by looking all the time."""
         self._runtime, self._finished = runtime, False
-        self.handle = runtime.eventCreateWithFlags(_NO_TIMING)
+        self.handle = runtime.eventCreateWithFlags(_NO_TIMING | (_BLOCKING_SYNC if sleeping else 0))
         runtime.eventRecord(self.handle, stream)
         weakref.finalize(self, runtime.eventDestroy, self.handle).atexit = False
 
@@ -91,9 +93,9 @@ class Stream:
         """Name the stream `handle`."""
         self._runtime, self.handle = runtime, handle
 
-    def record(self) -> Event:
-        """Return an event behind all work given so far."""
-        return Event(self._runtime, self.handle)
+    def record(self, *, sleeping: bool = False) -> Event:
+        """Return an event behind all work given so far; see `Event`."""
+        return Event(self._runtime, self.handle, sleeping=sleeping)
 
     def wait(self, event: Event) -> None:
         """Have later work wait for an event; the host does not."""

@@ -43,16 +43,26 @@ class Early:
         if runtime.lifetime.shared:
             rule, remedy = "False where ranks of a node share parameters", "pass node_shared=False to mpizero.shard"
             raise ArgumentError(must_be("during_backward", rule, "True", remedy))
-        self._update, self._options = update, options
+        self._runtime, self._update, self._options = runtime, update, options
         self._seen: Any = None
         """The options that the first update of the step has gone by."""
         self._thread = ThreadPoolExecutor(1, "mpizero update")
         self._begun: dict[int, tuple[Any, Future[None], list[int]]] = {}
+        self.open = False
+        """Whether gradients have been reduced in this step: on all ranks alike, other than what has begun."""
         runtime.updates = self
         for flat in runtime.flats:
             flat.early = partial(self._arrived, flat)
 
+    def end(self) -> None:
+        """Leave all updates to `step` from now on."""
+        self.forget()
+        self._runtime.updates = None
+        for flat in self._runtime.flats:
+            flat.early = None
+
     def _arrived(self, flat: Any, whole: bool) -> None:  # noqa: FBT001  (a callback's)
+        self.open = True
         if id(flat) in self._begun:
             raise ShardError(
                 f"gradients of {flat.label} must come from one backward per step with during_backward=True (got more "
@@ -65,11 +75,11 @@ class Early:
             flat.gradients.attach([True] * len(flat.shards))
             self._begun[id(flat)] = flat, self._thread.submit(self._update, flat), _versions(flat)
 
-    def check_over(self) -> None:
-        """Raise ShardError for a forward between backward and step, which would see half of an update."""
-        if self._begun:
+    def check_over(self, what: str) -> None:
+        """Raise ShardError for what comes between backward and step, and would see half of an update; on all ranks."""
+        if self.open:
             raise ShardError(
-                "forward must come after the optimizer's step with during_backward=True (got one between backward and "
+                f"{what} must come after the optimizer's step with during_backward=True (got one between backward and "
                 "step): a unit is updated as soon as its gradients are there; wrap the other backwards of a step in "
                 "mpizero.no_sync; after a backward without step, call zero_grad, which does not take its update back"
             )
@@ -100,11 +110,23 @@ class Early:
                 "during_backward=True (got other ones): the update has used them already; set them ahead of backward"
             )
 
-    def forget(self) -> None:
-        """Begin a new step, the updates of the last one being over."""
-        for _, update, _ in self._begun.values():
+    def wait(self) -> None:
+        """Wait until nothing is being updated; what failed is for `settle` to tell."""
+        for _, update, _ in list(self._begun.values()):
             update.exception()
+
+    def forget(self, *, given_up: bool = True) -> None:
+        """Begin a new step, the updates of the last one being over.
+
+        Args:
+            given_up: whether no optimizer's step has told of them: full parameters are filled anew then.
+        """
+        self.wait()
+        for flat, _, _ in self._begun.values() if given_up else ():
+            flat.source.stepped()
+            flat.seen = -1  # torch's fused updates are no change in place
         self._begun.clear()
+        self.open = False
 
 
 def _versions(flat: Any) -> list[int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mpizero.arrays.trim import give_back
-from mpizero.errors import ArgumentError, ArgumentTypeError, DiskError, MpiZeroError, must_be
+from mpizero.errors import ArgumentError, ArgumentTypeError, DiskError, MpiZeroError, ShardError, must_be
 from mpizero.optim.early import Early
 from mpizero.optim.streaming import Array, Bit, Group, Part, Stream, groups_of
 from mpizero.shard.agree import raise_together
@@ -28,6 +28,8 @@ NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """Keys of state that are one number per parameter, also where that has the shape of a number; see
 [Note: numbers or elements] in `checkpoint.optimizers`."""
 MASTER, WORKING = "master", "working"
+DISK, OTHER = 1, 2
+"""What failed in a step, as ranks tell each other."""
 
 
 def offloaded(
@@ -46,7 +48,8 @@ def offloaded(
     Args:
         cls: an element-wise optimizer of torch's, or one that was declared by `elementwise`.
         model: a model that was sharded with `offload`.
-        params: its parameters, or groups of them as torch takes them; None for all.
+        params: its parameters, or groups of them as torch takes them; None for all but `ignored_params`, which need an
+            optimizer of their own.
         during_backward: whether each unit is updated as soon as its gradients are reduced, beside the rest of backward,
             and `step` does what is left. Then there is one backward per step outside `no_sync`, gradients cannot be
             clipped, unscaled or watched for NaN, groups' options have to be set ahead of backward, and ranks of a node
@@ -76,8 +79,13 @@ def offloaded(
         known = ", ".join(ELEMENTWISE)
         remedy = f"use one of {known}, or declare your own class with mpizero.elementwise"
         raise ArgumentError(must_be("cls", "element-wise", cls.__name__, remedy))
-    chosen = list(model.parameters() if params is None else params)
+    ignored = {id(param) for _, param in runtime.ignored}
+    chosen = [param for param in model.parameters() if id(param) not in ignored] if params is None else list(params)
     inner = cls(chosen, **options)
+    if runtime.updates is not None:
+        runtime.updates.end()
+    if runtime.spill.transfers is not None:  # fused ones would read the scale before it has come from the device
+        inner._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     if runtime.spill.optimizer is None and not during_backward:
         return inner
     return Offloaded(inner, runtime, during_backward=during_backward)
@@ -154,13 +162,15 @@ class Offloaded(torch.optim.Optimizer):
         except MpiZeroError as error:
             failure = error
         # An ordinary meeting of the ranks first, by which one that calls something else is named.
-        failed = self._runtime.check_together("offloaded step", np.array([bool(failure)], np.uint8))
-        if failed is None or failed[:, 1].any():
-            raise_together(self._runtime.comm, failure, DiskError)
+        kind = 0 if not failure else DISK if isinstance(failure, DiskError) else OTHER
+        kinds = self._runtime.check_together("offloaded step", np.array([kind], np.uint8))
+        found = {kind} if kinds is None else set(kinds[:, 1].tolist())
+        if found != {0}:
+            raise_together(self._runtime.comm, failure, ShardError if OTHER in found else DiskError)
         for flat in self._flats():
             flat.source.streamed()
         if self._early is not None:
-            self._early.forget()
+            self._early.forget(given_up=False)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  (torch's signature)
@@ -257,7 +267,8 @@ class Offloaded(torch.optim.Optimizer):
         values = part.flat.master.detach()[bit.start : bit.stop] if master is None else master[inside]
         param = nn.Parameter(values)
         assert shard.grad is not None  # noqa: S101  (see `_bits`)
-        param.grad = shard.grad.reshape(-1)[bit.skip : bit.skip + bit.stop - bit.start]
+        values = shard.grad.data.reshape(-1)  # what the optimizer does to it is no change of the user's
+        param.grad = values[bit.skip : bit.skip + bit.stop - bit.start]
         state = self.state.get(shard)
         if state:
             run = slice(bit.start, bit.stop)

@@ -307,7 +307,7 @@ class FlatParams:
     def gather_master(self) -> Tensor:
         """Return the whole master buffer on every rank. Collective where cut."""
         if not self.lifetime.cut:
-            return self.master
+            return self.master.to(self.home.device)
         whole = torch.empty(self.layout.length, dtype=self.master_dtype, device=self.home.device)
         own = self.master.to(self.home.device)
         return all_gather(own, self.comm, out=whole) if self.layout.length else whole

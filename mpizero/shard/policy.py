@@ -186,16 +186,16 @@ def ranks_of(comm: Any, stage: int, group: Any, *, hybrid: bool) -> tuple[Ranks,
     return Ranks(everyone=comm, group=group, replicas=replicas), stage
 
 
-def lifetime_of(stage: int, ranks: int, *, shared: bool = False, exact: Any = None, on_disk: bool = False) -> Lifetime:
-    """Return a stage's lifetimes; on one rank nothing is cut, and nothing is released that is not on a disk.
+def lifetime_of(stage: int, ranks: int, *, shared: bool = False, exact: Any = None, moved: bool = False) -> Lifetime:
+    """Return a stage's lifetimes; on one rank nothing is cut, and nothing is released that does not lie elsewhere.
 
     Args:
         stage: 0 to 3.
         ranks: over how many a parameter is cut.
         shared: whether these can, and are to, hold one copy of the full parameters together.
         exact: where the sum over micro-batches will stand, if it is to be exact.
-        on_disk: whether the parameters are on a disk between their uses.
+        moved: whether the parameters are on a disk, or on the host of a GPU, between their uses.
     """
     cut = check_stage(stage) >= 1 and ranks > 1
-    release = stage == 3 and (cut or on_disk) and not shared
+    release = stage == 3 and (cut or moved) and not shared
     return Lifetime(stage=stage, cut=cut, release_parameters=release, shared=shared and cut, exact=exact)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mpizero.collectives import all_reduce, empty, reduce_scatter
+from mpizero.errors import ShardError
 from mpizero.plan.buckets import AT_ONCE, ROOMS
 from mpizero.shard.agree import naming
 
@@ -174,10 +176,12 @@ class Reductions:
         """Take the rooms back from a backward that raised."""
         self._held, self._held_bytes = [], 0
         while self._jobs:
-            self._finish_first()
+            with suppress(ShardError):  # more of what it may have raised
+                self._finish_first()
         self._first = True
         if self._transfers is not None:
-            self._transfers.settle()
+            with suppress(ShardError):
+                self._transfers.settle()
         self._rooms += self._lent.values()
         self._lent.clear()
 

@@ -101,14 +101,25 @@ class ReplicaWatch:
         self._runtime, self._optimizer, self._every, self._skip = runtime, optimizer, every, skip
         self._steps = 0
         runtime.before_steps.append(self._before_step)
+        runtime.after_steps.append(self._after_step)
 
     def remove(self) -> None:
         """End the checks; to be called on all ranks, or twice."""
         if self._before_step in self._runtime.before_steps:
             self._runtime.before_steps.remove(self._before_step)
+            self._runtime.after_steps.remove(self._after_step)
 
     def _before_step(self) -> None:
         self._steps += 1
+        if self._runtime.updates is None:
+            self._check()
+
+    def _after_step(self) -> None:
+        updates = self._runtime.updates
+        if updates is not None and not updates.open:  # else ranks are in the middle of it, as they are before the step
+            self._check()
+
+    def _check(self) -> None:
         if self._steps % self._every == 0:
             check_replicas(self._runtime.model, self._optimizer, skip=self._skip)
 

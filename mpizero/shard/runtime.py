@@ -170,7 +170,7 @@ class Runtime:
         if in_backward():  # recomputed: all is agreed
             return
         if self.updates is not None:
-            self.updates.check_over()
+            self.updates.check_over("forward")
         self._refresh(Event(kind="forward", unit=number, training=unit.module.training, grad=torch.is_grad_enabled()))
 
     def _refresh(self, event: Event) -> None:
@@ -294,6 +294,8 @@ class Runtime:
         """Wait until no rank reads the parameters that the optimizer is about to write."""
         self._stepping = time.perf_counter()
         self._forget_interrupted()
+        if self.updates is not None:
+            self.updates.wait()  # who is about to write, or to look, must not meet them
         if self.window is not None:
             self._await_readers(self.window)
         for call in self.before_steps:
@@ -345,6 +347,8 @@ class Runtime:
     def check_together(self, kind: str, extra: Any = None) -> Any:
         """Agree that all ranks make the call `kind`; return what `agree` does, None on one rank."""
         self._forget_interrupted()
+        if self.updates is not None and kind in {"save", "full_parameters", "check_replicas"}:
+            self.updates.check_over(kind)
         return self.agree(Event(kind=kind), extra) if self.comm.size > 1 else None
 
     @contextmanager
@@ -353,6 +357,8 @@ class Runtime:
         self._forget_interrupted()
         if self._calls or in_backward():
             raise ShardError("unsharded must be entered outside forward and backward (got a call from inside)")
+        if self.updates is not None:
+            self.updates.check_over("unsharded")
         try:
             self._refresh(Event(kind="unsharded"))
         except BaseException:

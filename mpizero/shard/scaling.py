@@ -33,13 +33,15 @@ def catch_torch_scaling() -> None:
 def _refusing(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def checked(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(scaler, "agrees_over_ranks", False) and any(
-            runtime.lifetime.cut for runtime in runtimes_of(optimizer)
-        ):
+        runtimes = runtimes_of(optimizer)
+        if not getattr(scaler, "agrees_over_ranks", False) and any(runtime.lifetime.cut for runtime in runtimes):
             raise ShardError(
                 f"losses of a sharded model must be scaled by mpizero.GradScaler() (got {type(scaler).__module__}."
                 f"{type(scaler).__name__}): torch's would let a rank step while another skips"
             )
+        if any(runtime.spill is not None and runtime.spill.transfers is not None for runtime in runtimes):
+            # The gradients are on the host, where torch would copy the scale without waiting for it.
+            args = tuple(value.cpu() if isinstance(value, torch.Tensor) else value for value in args)
         return method(scaler, optimizer, *args, **kwargs)
 
     return checked

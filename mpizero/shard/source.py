@@ -17,6 +17,7 @@ optimizer streams past the mapping instead, see `optim.streaming`.
 from __future__ import annotations
 
 import ctypes
+import threading
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,8 @@ class Source:
         self._known = self._version()
         """The master values' version of which the working values are."""
         self._streamed = False
+        self._filling = threading.RLock()
+        """Held by who fills or puts: updates beside backward do so in a thread of their own."""
 
     def aside(self) -> AbstractContextManager[None]:
         """Let the caller's stream compute on while `fill`, and the gather that is called next, work."""
@@ -69,6 +72,10 @@ class Source:
         Raises:
             DiskError: if the disk fails.
         """
+        with self._filling:
+            self._fill(target)
+
+    def _fill(self, target: Tensor) -> None:
         self._freshen(target.dtype)
         if self.transfers is not None:
             self._bring_up(self.transfers, target)
@@ -107,7 +114,10 @@ class Source:
             start: the first one's place among the k.
             values: in host memory; the caller may change them at once.
         """
-        part = slice(start, start + values.numel())
+        with self._filling:
+            self._put(slice(start, start + values.numel()), values)
+
+    def _put(self, part: slice, values: Tensor) -> None:
         if self.parked is not None:
             self._await_copy()
             self.parked[part].copy_(values)

@@ -4,7 +4,7 @@
 
 - Down, for gradients: the stream waits for the caller's, in whose order the reduction was waited for; the host looks at
   a copy once its event is done, in a thread of its own, which adds the gradients up while backward goes on. There are
-  `AT_ONCE` copies at most, so much page-locked memory do they take; the next one waits for the first.
+  `AT_ONCE` copies at most, in as many pieces of page-locked memory; the next one waits for the first.
 - Up, for parameters: inside `aside` the stream is torch's current one, behind the caller's. What is filled there and
   the gather that is called there wait for each other, the caller's stream for neither: it computes, and goes on behind
   them where the gather is waited for, or `follow` called. Host memory that was copied from is written again only once
@@ -44,10 +44,12 @@ class Transfers:
             pin: whether host memory is page-locked: copies are faster, and the host does not wait for them.
         """
         self._device, self._pin = device, pin
-        self._down, self._up = device.stream(), device.stream()
+        with device.current():
+            self._down, self._up = device.stream(), device.stream()
         self._thread = ThreadPoolExecutor(1, "mpizero offload")
         self._landing: deque[Future[None]] = deque()
-        self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._spare: list[Tensor] = []
+        """Bytes to copy down to; with those in use `AT_ONCE` at most."""
         self.bytes_down = self.bytes_up = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -60,7 +62,8 @@ class Transfers:
             return torch.empty(numel, dtype=dtype)
         nbytes = numel * dtype.itemsize
         try:
-            memory = self._device.pinned(nbytes)
+            with self._device.current():  # the caller's stays
+                memory = self._device.pinned(nbytes)
         except DeviceMemoryError as error:
             raise DeviceMemoryError(f"{error}: pass mpizero.Offload(pin=False, ...)") from error
         return torch.from_numpy(memory[:nbytes]).view(dtype)
@@ -74,27 +77,38 @@ class Transfers:
         """
         while len(self._landing) >= AT_ONCE:
             self._landing.popleft().result()
-        key = values.numel(), values.dtype
-        spare = self._spare.setdefault(key, [])
-        copy = spare.pop() if spare else self.take(*key)
-        with self._device.current():  # events are of the device that is current
+        room = self._room(_nbytes(values))
+        copy = room[: _nbytes(values)].view(values.dtype)
+        with self._device.current():  # of events, and of what the stream of number 0 is
             for stream in self._device.users_streams():
                 self._down.wait(stream.record())
-            event = self._copy(copy, values, self._down)
+            event = self._copy(copy, values, self._down, sleeping=True)
         self.bytes_down += _nbytes(values)
 
         def land() -> None:
             self._device.use()
             event.synchronize()
             then(copy)
-            spare.append(copy)
+            self._spare.append(room)
 
         self._landing.append(self._thread.submit(land))
 
+    def _room(self, nbytes: int) -> Tensor:
+        """Return memory to copy down to, a larger one in place of one that is too small."""
+        spare = sorted((self._spare.pop() for _ in range(len(self._spare))), key=Tensor.numel)
+        at = next((at for at, room in enumerate(spare) if room.numel() >= nbytes), 0)
+        room = spare.pop(at) if spare else None
+        self._spare += spare
+        return room if room is not None and room.numel() >= nbytes else self.take(nbytes, torch.uint8)
+
     def settle(self) -> None:
-        """Wait until all that was brought down has been taken; raises what failed in doing so."""
+        """Wait until all that was brought down has been taken; raises what failed first in doing so."""
+        failures = []
         while self._landing:
-            self._landing.popleft().result()
+            failures.append(self._landing.popleft().exception())
+        for failure in failures:
+            if failure is not None:
+                raise failure
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -129,10 +143,10 @@ class Transfers:
             for stream in self._device.users_streams():
                 stream.wait(event)
 
-    def _copy(self, into: Tensor, values: Tensor, stream: Stream) -> Event:
+    def _copy(self, into: Tensor, values: Tensor, stream: Stream, *, sleeping: bool = False) -> Event:
         if values.numel():
             self._device.copy_bytes(into.data_ptr(), values.data_ptr(), _nbytes(values), stream)
-        event = stream.record()
+        event = stream.record(sleeping=sleeping)
         self._device.keep(event, into, values)
         return event
 

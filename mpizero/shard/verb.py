@@ -156,10 +156,11 @@ def shard(  # noqa: PLR0913  (each is a word that users of the peers know)
     on_disk = spill is not None and spill.params is not None
     if lifetime_of(number, ranks.group.size).cut and node_shared is not False and not on_disk:
         window = _window(ranks.group, window_sizes(grouped, ranks.group.size, precision), home, wanted=node_shared)
-    lifetime = lifetime_of(number, ranks.group.size, shared=window is not None, exact=course, on_disk=on_disk)
+    moved = on_disk or (spill is not None and spill.transfers is not None and spill.offload.params is not None)
+    lifetime = lifetime_of(number, ranks.group.size, shared=window is not None, exact=course, moved=moved)
     if lifetime.cut:
         catch_torch_clipping()
-        catch_torch_scaling()
+    catch_torch_scaling()
     cast_buffers(model, precision)
     keep_modules(model, precision)
     made = make_units(grouped, ranks, lifetime, precision, home=home, window=window, meta=meta, spill=spill)

@@ -328,7 +328,9 @@ def _start(memory: mmap.mmap) -> int:
 
 def device_on(runtime: HostRuntime) -> Device:
     """Return the device that a runtime plays."""
-    users, entered = (lambda _, **__: runtime.users), (lambda _, stream: _using(runtime, stream))
+    inside = threading.local()
+    users = lambda _, **__: getattr(inside, "users", None) or runtime.users  # noqa: E731
+    entered = lambda _, stream: _using(inside, stream)  # noqa: E731
     return Device(runtime, HostKernels(runtime), 0, users=users, entered=entered)
 
 
@@ -345,9 +347,10 @@ def stand_in(runtime: HostRuntime) -> Iterator[Device]:
 
 
 @contextmanager
-def _using(runtime: HostRuntime, stream: int) -> Iterator[None]:
-    before, runtime.users = runtime.users, [stream]
+def _using(inside: threading.local, stream: int) -> Iterator[None]:
+    """Make a stream this thread's current one."""
+    before, inside.users = getattr(inside, "users", None), [stream]
     try:
         yield
     finally:
-        runtime.users = before
+        inside.users = before

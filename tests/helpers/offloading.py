@@ -11,7 +11,7 @@ SMALL = 16 * BLOCK
 WIDTH = 90
 OPTIMIZERS = {
     "AdamW fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
-    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}),
+    "SGD": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True, "foreach": True}),
     "Adam amsgrad": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True, "foreach": True}),
 }
 

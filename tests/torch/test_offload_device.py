@@ -150,6 +150,14 @@ def test_host_memory_is_written_again_only_when_it_was_copied_from(world, kind):
 
 
 @pytest.mark.sizes(1)
+def test_parameters_are_let_go_on_one_rank_too(played):
+    _, comm = played
+    model = sharded(comm, mz.Offload(params="cpu"), stage=3)
+    train(model, torch.optim.AdamW(model.parameters()), comm, 2)
+    assert sum(flat.full.untyped_storage().nbytes() for flat in mz.shard.runtime_of(model).flats) == 0
+
+
+@pytest.mark.sizes(1)
 def test_gradients_come_down_through_few_pieces_of_memory(world):
     runtime = HostRuntime(restless=0)
     arrived = []

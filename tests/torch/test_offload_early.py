@@ -63,6 +63,7 @@ def test_a_second_backward(early):
     model, optimizer, loss = early
     with pytest.raises(ShardError, match="forward must come after the optimizer's step"):
         model(torch.ones(3, 5))
+    optimizer._early.wait()
     with pytest.raises(ShardError, match="must be left alone between forward and backward"):
         loss.backward()
     with pytest.raises(ShardError, match=r"gradients of .* must come from one backward per step with during_backward"):
@@ -85,6 +86,56 @@ def test_changes_of_gradients(early):
     model[0].bias.grad.zero_()
     with pytest.raises(ShardError, match="gradients must be left alone between backward and step"):
         optimizer.step()
+
+
+def test_a_step_that_is_given_up(world):
+    """Its update is not taken back, and all ranks compute with what it has made."""
+    model = sharded(world, mz.Offload(), stage=2, precision=BF16, node_shared=False)
+    optimizer = mz.offloaded(torch.optim.AdamW, model, lr=0.5, fused=True, during_backward=True)
+    x = torch.ones(3, 5)
+    before = model(x)
+    before.sum().backward()
+    for call in (mz.full_parameters, lambda model: mz.save("nowhere", model), mz.check_replicas):
+        with pytest.raises(ShardError, match="must come after the optimizer's step"):
+            call(model)
+    optimizer.zero_grad()
+    after = model(x).detach()
+    assert not torch.equal(after, before)
+    assert len(set(world.mpi.allgather(after.float().numpy().tobytes()))) == 1
+
+
+def test_two_optimizers_and_a_check_of_replicas(world, tmp_path):
+    plain = sharded(world, stage=2)
+    ours = sharded(world, offload_of("disk", tmp_path), stage=2, node_shared=False)
+    mz.watch_replicas(ours, every=1)
+    found = []
+    for model, early in ((plain, False), (ours, True)):
+        params = list(model.parameters())
+        how = {"during_backward": True} if early else {}
+        halves = (params[::2], params[1::2])
+        optimizers = [
+            mz.offloaded(torch.optim.AdamW, model, half, lr=1e-2, **how) if early else torch.optim.AdamW(half, lr=1e-2)
+            for half in halves
+        ]
+        for number in range(3):
+            model(torch.full((3, 5), number + 1.0)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
+        found.append(mz.full_parameters(model))
+    assert [name for name in found[0] if not torch.equal(found[0][name], found[1][name])] == []
+
+
+def test_an_optimizer_in_place_of_another(early):
+    model, optimizer, _ = early
+    optimizer.step()
+    optimizer.zero_grad()
+    instead = mz.offloaded(torch.optim.AdamW, model, lr=0.0, weight_decay=0.0)
+    before = mz.full_parameters(model)
+    for _ in range(2):
+        model(torch.ones(3, 5)).sum().backward()
+        instead.step()
+    assert all(torch.equal(value, before[name]) for name, value in mz.full_parameters(model).items())
 
 
 def test_options_that_change_too_late(early):
