@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["abort", "install_abort_hooks"]
 
+HANDED_ON = 0.05
+"""Seconds for the launcher to hand on what was said: MPICH's ends with a job, and drops what is still in its pipes."""
 _MARK = "_mpizero_abort_hook"
 SHORT = 200
 """Characters of an error that comes after another rank's."""
@@ -30,6 +33,7 @@ SHORT = 200
 def abort(code: int) -> None:
     """End every rank of the job at once with the exit code `code`."""
     conclude(STOPPED, f"abort({code})")
+    time.sleep(HANDED_ON)
     mpi().COMM_WORLD.Abort(code)
     os._exit(code)  # an MPI whose Abort returns must not let this rank go on
 

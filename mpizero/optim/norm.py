@@ -81,7 +81,11 @@ def power_sum(pieces: list[Tensor], norm_type: float) -> float:
     if not blocks:
         return 0.0
     here = blocks[0].device  # ignored parameters may be on several
-    norms = torch.stack([torch.linalg.vector_norm(b, norm_type, dtype=torch.float64).to(here) for b in blocks])
+    # Into one tensor: results that are kept one by one lie between the widened blocks in the C library's heap, which
+    # then takes new memory for each of them, up to twice that of the gradients.
+    norms = torch.empty(len(blocks), dtype=torch.float64, device=here)
+    for at, block in enumerate(blocks):
+        norms[at] = torch.linalg.vector_norm(block, norm_type, dtype=torch.float64)
     return combined((norms if math.isinf(norm_type) else norms.pow(norm_type)).tolist(), [], norm_type)
 
 

@@ -143,6 +143,8 @@ class Spill:
             if apart and not (region is not None and region.scratch is self.params and dtype == master.dtype):
                 source.on_disk = self.params.grow(master.numel() * dtype.itemsize)
                 write(source.on_disk, moved.to(dtype))
+                if region is not None:
+                    region.settle()
         elif self.transfers is not None and self.offload.params == CPU:
             source.parked = self.transfers.take(master.numel(), dtype).copy_(moved)
         elif apart and (region is not None or self.transfers is not None):

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from mpizero.arrays.trim import give_back
 from mpizero.errors import ShardError
 from mpizero.shard.agree import Event, agree, agreements, check_same
 from mpizero.shard.backward import Backward
@@ -437,6 +438,8 @@ class Runtime:
         release = release and self.lifetime.release_parameters and not unit.pins
         self.note("release" if release else "hide", unit)
         unit.reshard(release=release)
+        if release and self.spill is not None and self.spill.files and not self.home.on_device:
+            give_back()  # memory is short where so much is on a disk
 
     def _refuse_state(self, unit: Unit, call: str, prefix: str) -> None:
         remedy = "call it inside `with mpizero.unsharded(model):`, entered by all ranks"
