@@ -87,7 +87,7 @@ def steps(comm, args) -> dict:
     (file,) = spill.files
     found: dict = {"rounds": []}
     for turn in range(args.rounds):
-        speed = measure_disk(args.disk, piece=args.group)
+        speed = measure_disk(args.disk)
         row = {"both": min(comm.mpi.allgather(speed.both)), "read": speed.read, "write": speed.write}
         for name, (model, optimizer) in kinds.items():
             row[f"{name} compute"] = timed(comm, partial(backward, model, comm.rank, turn + 1))
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dim", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--group", type=int, default=32 << 20)
+    parser.add_argument("--group", type=int, default=8 << 20)
     parser.add_argument("--params", action="store_true")
     args = parser.parse_args()
     world = mz.world()

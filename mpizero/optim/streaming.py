@@ -28,7 +28,7 @@ __all__ = ["CUT", "Array", "Bit", "Group", "Part", "Stream", "groups_of"]
 CUT = BLOCK // 2
 """Elements: a whole block of 2-byte values, two of 4-byte ones."""
 MEMORIES = 3
-IN_FLIGHT = 2
+IN_FLIGHT = 4
 """Reads, and writes, that are under way at a time."""
 
 

@@ -37,7 +37,7 @@ class Moved:
     """`disk`, `host`, or "" where the optimizer's state stays with the model."""
     params: str = ""
     """The same of this rank's part of the parameters between its uses, at stage 3."""
-    group_bytes: int = 32 << 20
+    group_bytes: int = 8 << 20
     """Bytes of state that are read, updated and written at a time, from a disk."""
 
     def __post_init__(self) -> None:

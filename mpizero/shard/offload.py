@@ -47,7 +47,7 @@ class Offload:
     memory, or a folder. With a folder the node's ranks share no full parameters."""
     pin: bool = True
     """Whether host memory that a GPU copies from and to is page-locked; means nothing for a model in host memory."""
-    group_bytes: int = 32 << 20
+    group_bytes: int = 8 << 20
     """Bytes of state that are read, updated and written at a time; three such groups are in memory in a step."""
 
     def __post_init__(self) -> None:

@@ -146,7 +146,7 @@ def test_state_on_a_disk(capsys):
     rows = columns(told(capsys, *words), "GB per rank on disk")
     assert [row[1] for row in rows] == ["nothing", "optimizer", "optimizer", "optimizer,"]
     assert rows[0][2:] == ["-"] * 8
-    assert rows[1][2:] == ["0", "0", "10.5", "0.101", "10.5", "10.5", "42", "s", "42", "s"]  # an eighth of 2 GB/s each
+    assert rows[1][2:] == ["0", "0", "10.5", "0.0251", "10.5", "10.5", "42", "s", "42", "s"]  # an eighth of 2 GB/s each
     assert rows[3][3:] == ["1.75", "0", "10.5", "0.101", "14", "12.3", "56", "s", "49", "s"]
     memory = columns(told(capsys, *words), "GB per rank\n")
     assert [row[1:5] for row in memory[2:]] == [["1.75", "3.5", "0", "6.23"], ["0", "3.5", "0", "4.48"]]
@@ -156,7 +156,7 @@ def test_state_on_a_disk(capsys):
 def test_json_of_what_is_moved(capsys):
     words = ["--params", "7e9", "--ranks", "8", *DISK, "--memory", "6GB", "--disk-rate", "1GB/s"]
     found = record(capsys, *words, "--flops", "10T", "--tokens", "4K")
-    assert found["offload"] == {"optimizer": "disk", "params": "disk", "group_bytes": 32 << 20}
+    assert found["offload"] == {"optimizer": "disk", "params": "disk", "group_bytes": 8 << 20}
     assert found["smallest_stage"] == 3
     assert [row["offload"] is None for row in found["stages"]] == [True, False, False, False]
     third = found["stages"][3]

@@ -85,7 +85,7 @@ def test_three_groups_are_in_memory():
     small = Moved(optimizer=DISK, group_bytes=12 * 2048 * 5)
     step = step_of(MODEL, Setup(ranks=4, widths=BF16, on_gpu=False, offload=small))
     assert {step.phases[phase].groups for phase in PHASES} == {3 * small.group_bytes}
-    whole = step_of(MODEL, setup({"optimizer": DISK}))
+    whole = step_of(MODEL, setup({"optimizer": DISK, "group_bytes": 32 << 20}))
     assert whole.phases["step"].groups == 3 * 12 * MODEL.numel / 4  # all of it is less than 32 MiB
     assert step_of(MODEL, setup({"params": DISK})).phases["step"].groups == 0
     assert step_of(MODEL, setup({"optimizer": HOST})).phases["step"].groups == 0
