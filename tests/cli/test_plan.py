@@ -147,9 +147,9 @@ def test_state_on_a_disk(capsys):
     assert [row[1] for row in rows] == ["nothing", "optimizer", "optimizer", "optimizer,"]
     assert rows[0][2:] == ["-"] * 8
     assert rows[1][2:] == ["0", "0", "10.5", "0.0251", "10.5", "10.5", "42", "s", "42", "s"]  # an eighth of 2 GB/s each
-    assert rows[3][3:] == ["1.75", "0", "10.5", "0.101", "14", "12.3", "56", "s", "49", "s"]
+    assert rows[3][3:] == ["1.75", "0", "10.5", "0.0251", "14", "12.3", "56", "s", "49", "s"]
     memory = columns(told(capsys, *words), "GB per rank\n")
-    assert [row[1:5] for row in memory[2:]] == [["1.75", "3.5", "0", "6.23"], ["0", "3.5", "0", "4.48"]]
+    assert [row[1:5] for row in memory[2:]] == [["1.75", "3.5", "0", "6.15"], ["0", "3.5", "0", "4.4"]]
     assert "Over a disk of 2 GB/s each way at once, for the 8 ranks of a node." in told(capsys, *words)
 
 
