@@ -9,6 +9,7 @@ from mpizero.bench.flags import size_of
 from mpizero.cli.quantities import per_byte_of, show_rate
 from mpizero.errors import ArgumentError, must_be
 from mpizero.plan import DISK, Carriers, Moved
+from mpizero.plan.groups import GROUP_BYTES
 
 if TYPE_CHECKING:
     import argparse
@@ -20,7 +21,7 @@ __all__ = ["OFFLOAD_FLAGS", "WHERE", "carrier_in_words", "carriers_of", "offload
 OFFLOAD_FLAGS = (
     ("--offload", None, ("what is moved out of memory: optimizer=disk or optimizer=disk,params=disk with --device cpu, "
      "optimizer=host or optimizer=host,params=host with --device gpu")),
-    ("--group-bytes", "8M", "state from a disk is read, updated and written so many bytes at a time"),
+    ("--group-bytes", f"{GROUP_BYTES >> 20}M", "state on a disk is read, updated and written so many bytes at a time"),
     ("--disk-rate", "2GB/s", ("with --offload: bytes per second that a node's disk carries each way at once, for all "
      "ranks of the node together; an assumption: mpizero doctor --disk PATH measures it")),
     ("--host-rate", "25GB/s", ("with --offload: the same of the link between a GPU and host memory, for each rank; an "

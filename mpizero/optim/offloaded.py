@@ -13,6 +13,7 @@ from mpizero.arrays.trim import give_back
 from mpizero.errors import ArgumentError, ArgumentTypeError, DiskError, MpiZeroError, ShardError, must_be
 from mpizero.optim.early import Early
 from mpizero.optim.streaming import Array, Bit, Group, Part, Stream, groups_of
+from mpizero.plan.groups import elements_of
 from mpizero.shard.agree import raise_together
 from mpizero.shard.optimizers import ELEMENTWISE, is_elementwise
 from mpizero.shard.runtime import runtime_of
@@ -217,7 +218,7 @@ class Offloaded(torch.optim.Optimizer):
         """Return the elements of a group."""
         arrays = [self._arrays(flat).values() for flat in flats]
         width = max((sum(array.dtype.itemsize for array in some) for some in arrays), default=0)
-        return int(self._spill.offload.group_bytes) // max(width, 8)
+        return elements_of(self._spill.offload.group_bytes, width)
 
     def _arrays(self, flat: Any) -> dict[str, Array]:
         """Return what a step reads and writes of a flat buffer."""

@@ -2,9 +2,8 @@
 
 [Note: groups] The elements of all shards are cut into groups of a bounded number of bytes. A group is a few parts, each
 a run of one flat buffer's elements, and each array of a part (master values, moments) has a slot in the group's memory.
-Cuts are multiples of `CUT` elements, so that slots are whole blocks of the disk, and an update has the bits that it has
-over the whole; see [Note: unit layout] in `plan.layout`. Three memories go around: one is read into, one is updated,
-one is written from.
+Where they are cut says [Note: cuts] in `plan.groups`. Three memories go around: one is read into, one is updated, one
+is written from.
 """
 
 from __future__ import annotations
@@ -16,18 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mpizero.arrays.disk import BLOCK, page_aligned, whole_blocks
+from mpizero.arrays.disk import page_aligned, whole_blocks
+from mpizero.plan.groups import IN_MEMORY, cut_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from mpizero.arrays.disk import Region
 
-__all__ = ["CUT", "Array", "Bit", "Group", "Part", "Stream", "groups_of"]
+__all__ = ["Array", "Bit", "Group", "Part", "Stream", "groups_of"]
 
-CUT = BLOCK // 2
-"""Elements: a whole block of 2-byte values, two of 4-byte ones."""
-MEMORIES = 3
 IN_FLIGHT = 4
 """Reads, and writes, that are under way at a time."""
 
@@ -76,29 +73,21 @@ Moves = list[Future[None]]
 """Reads or writes of one group's slots."""
 
 
-def groups_of(flats: Iterable[Any], most: int) -> list[Group]:
+def groups_of(flats: Sequence[Any], most: int) -> list[Group]:
     """Cut this rank's part of flat buffers into groups.
 
     Args:
         flats: the buffers.
-        most: elements of a group; at least one cut's.
+        most: elements of a group, as `plan.groups.elements_of` says.
     """
-    most = max(most // CUT * CUT, CUT)
-    groups: list[Group] = []
-    room = 0
-    for flat in flats:
-        bits, start, length = _bits(flat), 0, flat.master.numel()
-        while start < length:
-            if room < min(CUT, length - start):
-                groups.append([])
-                room = most
-            stop = min(length, start + room)
-            inside = [bit for bit in bits if start <= bit.start < stop or bit.start < start < bit.stop]
-            cut = [_cut(bit, start, stop) for bit in inside]
-            groups[-1].append(Part(flat=flat, start=start, stop=stop, bits=cut))
-            room -= -(-(stop - start) // CUT) * CUT
-            start = stop
-    return groups
+    bits = [_bits(flat) for flat in flats]
+    runs = cut_groups((flat.master.numel() for flat in flats), most)
+    return [[_part(flats[index], bits[index], start, stop) for index, start, stop in group] for group in runs]
+
+
+def _part(flat: Any, bits: list[Bit], start: int, stop: int) -> Part:
+    inside = [bit for bit in bits if start <= bit.start < stop or bit.start < start < bit.stop]
+    return Part(flat=flat, start=start, stop=stop, bits=[_cut(bit, start, stop) for bit in inside])
 
 
 def _bits(flat: Any) -> list[Bit]:
@@ -147,7 +136,7 @@ class Stream:
         """
         self._now = {id(part.flat): self._find(part.flat) for group in groups for part in group}
         self._take_memory(groups)
-        written: list[Moves] = [[] for _ in range(MEMORIES)]
+        written: list[Moves] = [[] for _ in range(IN_MEMORY)]
         reading: Moves = []
         try:
             reading = self._begin(groups, 0, written)
@@ -155,7 +144,7 @@ class Stream:
                 now, reading = reading, self._begin(groups, number + 1, written)
                 _await(now)
                 update(group)
-                written[number % MEMORIES] = self._write(group)
+                written[number % IN_MEMORY] = self._write(group)
         finally:
             failures = [done.exception() for moves in (reading, *written) for done in moves]
         for failure in failures:
@@ -166,7 +155,7 @@ class Stream:
         need = max((self._bytes(group) for group in groups), default=0)
         if not self._memories or len(self._memories[0]) < need:
             self._memories = []  # the old ones first: there is not to be more than three
-            self._memories = [page_aligned(need) for _ in range(MEMORIES)]
+            self._memories = [page_aligned(need) for _ in range(IN_MEMORY)]
 
     @property
     def nbytes(self) -> int:
@@ -185,7 +174,7 @@ class Stream:
         """Give the parts of a group their slots, and begin to fill them, once the memory's last group is written."""
         if number >= len(groups):
             return []
-        memory, before, at, moves = self._memories[number % MEMORIES], written[number % MEMORIES], 0, []
+        memory, before, at, moves = self._memories[number % IN_MEMORY], written[number % IN_MEMORY], 0, []
         for part in groups[number]:
             for name, array in self._arrays(part.flat).items():
                 nbytes = _blocks(part.stop - part.start, array)

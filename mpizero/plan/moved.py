@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mpizero.arrays.disk import BLOCK, whole_blocks
+from mpizero.arrays.disk import whole_blocks
 from mpizero.errors import ArgumentError, ArgumentTypeError, must_be
+from mpizero.plan.groups import GROUP_BYTES, IN_MEMORY, LEAST, cut_groups, elements_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["DISK", "HOST", "Carried", "Carriers", "Moved", "groups_bytes", "streamed"]
 
 HOST, DISK = "host", "disk"
-GROUPS = 3
-"""Groups of state in memory: one that is read, one that is updated, one that is written."""
-CUT = BLOCK // 2
-"""Elements at whose multiples groups are cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +34,7 @@ class Moved:
     """`disk`, `host`, or "" where the optimizer's state stays with the model."""
     params: str = ""
     """The same of this rank's part of the parameters between its uses, at stage 3."""
-    group_bytes: int = 8 << 20
+    group_bytes: int = GROUP_BYTES
     """Bytes of state that are read, updated and written at a time, from a disk."""
 
     def __post_init__(self) -> None:
@@ -50,8 +47,8 @@ class Moved:
         most: object = self.group_bytes
         if not isinstance(most, int) or isinstance(most, bool):
             raise ArgumentTypeError(must_be("group_bytes", "a whole number", most))
-        if most < 16 * BLOCK:
-            raise ArgumentError(must_be("group_bytes", f"{16 * BLOCK} or more", most))
+        if most < LEAST:
+            raise ArgumentError(must_be("group_bytes", f"{LEAST} or more", most))
 
     @property
     def place(self) -> str:
@@ -160,16 +157,9 @@ def groups_bytes(flats: Iterable[Flat], moved: Moved | None, *, released: bool) 
         return 0
     arrays = [(flat.shard, _widths(flat, moved, released=released)[1]) for flat in flats if flat.trained]
     widest = max((sum(widths) for _, widths in arrays), default=0)
-    most = max(moved.group_bytes // max(widest, 8) // CUT * CUT, CUT)
-    largest = group = room = 0
-    for length, widths in arrays:
-        start = 0
-        while start < length:
-            if room < min(CUT, length - start):
-                group, room = 0, most
-            count = min(length - start, room)
-            group += sum(whole_blocks(count * width) for width in widths)
-            largest = max(largest, group)
-            room -= -(-count // CUT) * CUT
-            start += count
-    return GROUPS * largest
+    groups = cut_groups((length for length, _ in arrays), elements_of(moved.group_bytes, widest))
+    sizes = (
+        sum(whole_blocks((stop - start) * width) for index, start, stop in group for width in arrays[index][1])
+        for group in groups
+    )
+    return IN_MEMORY * max(sizes, default=0)

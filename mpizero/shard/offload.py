@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from mpizero.arrays import device_of
-from mpizero.arrays.disk import BLOCK, Region, Scratch
+from mpizero.arrays.disk import Region, Scratch
 from mpizero.arrays.trim import give_back
 from mpizero.errors import ArgumentError, ArgumentTypeError, DeviceMemoryError, DiskError, MpiZeroError, must_be
+from mpizero.plan.groups import GROUP_BYTES, LEAST
 from mpizero.shard.agree import raise_together
 from mpizero.shard.source import Source, write
 from mpizero.shard.transfers import Transfers
@@ -47,7 +48,7 @@ class Offload:
     memory, or a folder. With a folder the node's ranks share no full parameters."""
     pin: bool = True
     """Whether host memory that a GPU copies from and to is page-locked; means nothing for a model in host memory."""
-    group_bytes: int = 8 << 20
+    group_bytes: int = GROUP_BYTES
     """Bytes of state that are read, updated and written at a time; three such groups are in memory in a step."""
 
     def __post_init__(self) -> None:
@@ -62,10 +63,9 @@ class Offload:
                 raise ArgumentError(must_be(f"Offload.{name}", rule, value, 'write "./" before the name of a folder'))
         if not isinstance(self.pin, bool):
             raise ArgumentTypeError(must_be("Offload.pin", "True or False", self.pin))
-        least = 16 * BLOCK
         most: Any = self.group_bytes
-        if not isinstance(most, int) or isinstance(most, bool) or most < least:
-            raise ArgumentError(must_be("Offload.group_bytes", f"a whole number, {least} or more", most))
+        if not isinstance(most, int) or isinstance(most, bool) or most < LEAST:
+            raise ArgumentError(must_be("Offload.group_bytes", f"a whole number, {LEAST} or more", most))
 
     def folder(self, name: str) -> Path | None:
         """Return the folder on a disk that a field names; None for memory."""

@@ -14,8 +14,9 @@ from mpizero.bench.disk import measure_disk
 from mpizero.cli import main
 from mpizero.cli.disk import disk_text
 from mpizero.errors import DiskError
-from mpizero.optim.streaming import CUT, Array, Stream, groups_of
+from mpizero.optim.streaming import Array, Stream, groups_of
 from mpizero.plan import layout_of
+from mpizero.plan.groups import CUT
 
 
 def descriptors():
